@@ -1,0 +1,187 @@
+/*
+ * The whole C API, declared once: cffi reads this file as it is, and pacedio.h includes it for the C compiler.
+ * So it holds plain declarations only, no directive but simple constants.
+ *
+ * Conventions: offsets, lengths and sizes are bytes; times are nanoseconds of CLOCK_MONOTONIC; whatever can fail
+ * returns a negative errno.
+ */
+
+/* ---- sys: the only way to the kernel ------------------------------------------------------------------- */
+
+/* Pages of a range as cachestat(2) counts them. */
+typedef struct pio_pages {
+	uint64_t cached;
+	uint64_t dirty;
+	uint64_t writeback;
+	uint64_t evicted;
+	uint64_t recently_evicted;
+} pio_pages;
+
+/* What statx(2) says of a descriptor. `mount` is the unique mount id where the kernel has it (6.8), else the
+ * reusable one (5.8), else 0. */
+typedef struct pio_status {
+	uint32_t mode;
+	uint64_t size;
+	uint64_t blocks; /* of 512 bytes */
+	uint64_t inode;
+	uint64_t mount;
+	uint32_t dev_major;
+	uint32_t dev_minor;
+} pio_status;
+
+/* One entry a system call, each returning its result or a negative errno. Tests replace entries to make the
+ * failure branches run; nothing else writes to the table. */
+typedef struct pio_sys {
+	int64_t (*read)(int fd, void *buf, size_t n);
+	int64_t (*pread)(int fd, void *buf, size_t n, int64_t off);
+	int64_t (*pread_uncached)(int fd, void *buf, size_t n, int64_t off); /* preadv2(RWF_DONTCACHE) */
+	int64_t (*write)(int fd, const void *buf, size_t n);
+	int64_t (*write_uncached)(int fd, const void *buf, size_t n); /* pwritev2(-1, RWF_DONTCACHE) */
+	int64_t (*lseek)(int fd, int64_t off, int whence);
+	int (*ftruncate)(int fd, int64_t size);
+	int (*sync_file_range)(int fd, int64_t off, int64_t len, unsigned int flags);
+	int (*fadvise)(int fd, int64_t off, int64_t len, int advice);
+	int (*fdatasync)(int fd);
+	int (*cachestat)(int fd, int64_t off, int64_t len, pio_pages *out); /* len 0: to the end */
+	int (*mmap)(int fd, int64_t off, size_t len, void **out);           /* PROT_READ, MAP_SHARED */
+	int (*munmap)(void *addr, size_t len);
+	int (*mincore)(void *addr, size_t len, unsigned char *vec);
+	int (*open)(const char *path, int flags);
+	int (*close)(int fd);
+	int (*get_flags)(int fd); /* fcntl(F_GETFL) */
+	int (*status)(int fd, pio_status *out);
+	int (*file_system)(int fd, uint64_t *magic); /* fstatfs(2), f_type */
+	int (*ioprio_get)(void);                     /* of the calling thread */
+	int (*ioprio_set)(int priority);
+	int64_t (*now)(void);
+	int (*sleep)(int64_t ns);
+} pio_sys;
+
+extern pio_sys pio_sys_table;
+
+int64_t pio_page_size(void);
+
+/* ---- window: which ranges to start, wait for and drop, and when ------------------------------------------ */
+
+#define PIO_RANGES 32   /* dirty ranges a planner keeps apart */
+#define PIO_WINDOWS 256 /* started windows it keeps apart */
+
+typedef struct pio_range {
+	int64_t off;
+	int64_t len;
+} pio_range;
+
+enum {
+	PIO_DONE = 0,
+	PIO_START = 1,
+	PIO_WAIT = 2,
+	PIO_DROP = 3
+};
+
+typedef struct pio_window {
+	int64_t page;
+	int64_t window;
+	int64_t limit;
+	int64_t position;       /* end of the last write */
+	int64_t dirty_bytes;    /* sum of dirty[] */
+	int64_t started_bytes;  /* sum of started[] */
+	int64_t most_in_flight; /* largest sum of the two so far */
+	uint64_t starts;        /* windows started so far; the oldest of started[] is number starts - started_count */
+	int dirty_count;
+	int started_head;
+	int started_count;
+	pio_range dropping; /* completed, not yet handed out to be dropped; len 0: nothing */
+	pio_range dirty[PIO_RANGES];
+	pio_range started[PIO_WINDOWS];
+} pio_window;
+
+void pio_window_init(pio_window *p, int64_t page, int64_t window, int64_t limit);
+int64_t pio_window_room(const pio_window *p, int64_t off);
+void pio_window_wrote(pio_window *p, int64_t off, int64_t len);
+void pio_window_truncate(pio_window *p, int64_t size);
+int pio_window_keep_up(pio_window *p, pio_range *out);
+int pio_window_make_room(pio_window *p, int64_t off, pio_range *out);
+int pio_window_finish(pio_window *p, pio_range *out);
+int pio_window_start_rest(pio_window *p, pio_range *out);
+
+/* ---- control: how many bytes may be in flight, at what rate ---------------------------------------------- */
+
+typedef struct pio_control {
+	int64_t limit; /* bytes */
+	int64_t rate;  /* bytes a second; 0: no cap */
+	int64_t slack; /* ns that the schedule may lag behind the clock */
+	int64_t due;   /* when the next byte may be accepted */
+} pio_control;
+
+void pio_control_init(pio_control *c, int64_t limit, int64_t window, int64_t rate);
+int64_t pio_control_delay(pio_control *c, int64_t now);
+void pio_control_accepted(pio_control *c, int64_t now, int64_t bytes);
+
+/* ---- engine: start, wait and drop on this file system ---------------------------------------------------- */
+
+/* In the order of preference that a failing engine moves down. PIO_UNDECIDED: no window was filled yet. */
+enum {
+	PIO_UNDECIDED = 0,
+	PIO_AUTO = 0,
+	PIO_UNCACHED = 1,
+	PIO_RANGE = 2,
+	PIO_ADVISE = 3,
+	PIO_DATASYNC = 4,
+	PIO_NONE = 5
+};
+
+/* Why an engine is not the best one. */
+enum {
+	PIO_BEST = 0,
+	PIO_ASKED = 1,        /* the caller named it */
+	PIO_CALL_FAILED = 2,  /* the better engine's system call failed; the errno says how */
+	PIO_STACKED = 3,      /* written pages are cached in another file's mapping */
+	PIO_STAYED_DIRTY = 4, /* the better engine's wait returned and pages were still dirty */
+	PIO_STAYED = 5,       /* advised pages did not leave the page cache in time */
+	PIO_KNOWN_TYPE = 6,   /* no cachestat here: the file system's type decided */
+	PIO_KEEP_CACHE = 7,   /* the better engine cannot keep pages cached */
+	PIO_NO_MAPPING = 8,   /* the better engine needs a mapping, and the file cannot be opened for reading */
+	PIO_MEMORY = 9,       /* memory-backed file system: nothing to pace */
+	PIO_NOT_A_FILE = 10,  /* pipe, terminal, socket, character device: nothing to pace */
+	PIO_DIRECT = 11       /* O_DIRECT: nothing to pace */
+};
+
+/* ---- writer: the write loop ------------------------------------------------------------------------------ */
+
+typedef struct pio_options {
+	int64_t window;
+	int64_t limit;
+	int64_t rate; /* bytes a second; 0: no cap */
+	int engine;
+	int drop_cache;
+	int io_priority; /* as ioprio_set(2) takes it; 0: leave the thread's own */
+} pio_options;
+
+typedef struct pio_stats {
+	int64_t bytes;
+	int64_t windows; /* started */
+	int64_t in_flight;
+	int64_t most_in_flight;
+	int64_t limit;
+	int64_t stalls;
+	int64_t stall_ns;
+	int64_t longest_stall_ns;
+	int64_t sync_ns;
+	int64_t verified_dirty_pages; /* most that verification saw; -1: none made by this writer */
+	int engine;
+	int reason;
+	int reason_errno;
+	int error; /* errno of the first error of the data; 0: none */
+	int late;  /* that error was of bytes accepted earlier (writeback), not of a write */
+} pio_stats;
+
+typedef struct pio_writer pio_writer;
+
+pio_writer *pio_writer_new(int fd, const pio_options *options);
+void pio_writer_free(pio_writer *w);
+int64_t pio_write(pio_writer *w, const void *buf, size_t n);
+int pio_truncate(pio_writer *w, int64_t size);
+int pio_sync(pio_writer *w);
+int pio_start_rest(pio_writer *w);
+void pio_writer_close(pio_writer *w);
+void pio_writer_stats(pio_writer *w, pio_stats *out);

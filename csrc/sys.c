@@ -1,0 +1,186 @@
+/*
+ * The only code that makes system calls: one table entry a call, each returning its result or a negative errno.
+ *
+ * Calls go through libc and never through syscall(2) where libc has them: on 32-bit ARM and PowerPC the kernel
+ * takes the arguments of sync_file_range and posix_fadvise in another order. posix_fadvise returns its error and
+ * leaves errno alone.
+ */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define _FILE_OFFSET_BITS 64
+
+#include "sys.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Newer than the headers that the library must build with: all architectures share the number (Linux 6.5), the
+ * flag (6.14) and the statx bits (5.8, 6.8). */
+#ifndef __NR_cachestat
+#define __NR_cachestat 451
+#endif
+#ifndef RWF_DONTCACHE
+#define RWF_DONTCACHE 0x80
+#endif
+#ifndef STATX_MNT_ID
+#define STATX_MNT_ID 0x1000U
+#endif
+#ifndef STATX_MNT_ID_UNIQUE
+#define STATX_MNT_ID_UNIQUE 0x4000U
+#endif
+
+#define IOPRIO_WHO_PROCESS 1
+
+/* More than this is cut short by the kernel anyway (MAX_RW_COUNT); asking for no more keeps 32-bit size_t and
+ * ssize_t apart. */
+#define MOST_BYTES ((size_t)0x7ffff000)
+
+static size_t at_most(size_t n) { return n < MOST_BYTES ? n : MOST_BYTES; }
+
+static int64_t result(int64_t r) { return r < 0 ? -(int64_t)errno : r; }
+
+static int status_of(int r) { return r < 0 ? -errno : r; }
+
+static int64_t sys_read(int fd, void *buf, size_t n) { return result(read(fd, buf, at_most(n))); }
+
+static int64_t sys_pread(int fd, void *buf, size_t n, int64_t off) {
+	return result(pread(fd, buf, at_most(n), (off_t)off));
+}
+
+static int64_t sys_pread_uncached(int fd, void *buf, size_t n, int64_t off) {
+	struct iovec vector = {.iov_base = buf, .iov_len = at_most(n)};
+	return result(preadv2(fd, &vector, 1, (off_t)off, RWF_DONTCACHE));
+}
+
+static int64_t sys_write(int fd, const void *buf, size_t n) { return result(write(fd, buf, at_most(n))); }
+
+static int64_t sys_write_uncached(int fd, const void *buf, size_t n) {
+	/* iovec has no const form; pwritev2 only reads. */
+	union {
+		const void *in;
+		void *out;
+	} base = {.in = buf};
+	struct iovec vector = {.iov_base = base.out, .iov_len = at_most(n)};
+	return result(pwritev2(fd, &vector, 1, (off_t)-1, RWF_DONTCACHE));
+}
+
+static int64_t sys_lseek(int fd, int64_t off, int whence) { return result(lseek(fd, (off_t)off, whence)); }
+
+static int sys_ftruncate(int fd, int64_t size) { return status_of(ftruncate(fd, (off_t)size)); }
+
+static int sys_sync_file_range(int fd, int64_t off, int64_t len, unsigned int flags) {
+	return status_of(sync_file_range(fd, (off_t)off, (off_t)len, flags));
+}
+
+static int sys_fadvise(int fd, int64_t off, int64_t len, int advice) {
+	return -posix_fadvise(fd, (off_t)off, (off_t)len, advice);
+}
+
+static int sys_fdatasync(int fd) { return status_of(fdatasync(fd)); }
+
+static int sys_cachestat(int fd, int64_t off, int64_t len, pio_pages *out) {
+	struct {
+		uint64_t off, len;
+	} range = {(uint64_t)off, (uint64_t)len};
+	return status_of((int)syscall(__NR_cachestat, fd, &range, out, 0U));
+}
+
+static int sys_mmap(int fd, int64_t off, size_t len, void **out) {
+	void *address = mmap(NULL, len, PROT_READ, MAP_SHARED, fd, (off_t)off);
+	if (address == MAP_FAILED) return -errno;
+	*out = address;
+	return 0;
+}
+
+static int sys_munmap(void *addr, size_t len) { return status_of(munmap(addr, len)); }
+
+static int sys_mincore(void *addr, size_t len, unsigned char *vec) { return status_of(mincore(addr, len, vec)); }
+
+static int sys_open(const char *path, int flags) { return status_of(open(path, flags | O_CLOEXEC)); }
+
+static int sys_close(int fd) { return status_of(close(fd)); }
+
+static int sys_get_flags(int fd) { return status_of(fcntl(fd, F_GETFL)); }
+
+static int sys_status(int fd, pio_status *out) {
+	struct statx s;
+	memset(&s, 0, sizeof s);
+	/* Kernels ignore mask bits that they do not know, and report in stx_mask what they filled in. */
+	if (statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS | STATX_MNT_ID | STATX_MNT_ID_UNIQUE, &s) < 0)
+		return -errno;
+	out->mode = s.stx_mode;
+	out->size = s.stx_size;
+	out->blocks = s.stx_blocks;
+	out->inode = s.stx_ino;
+	out->dev_major = s.stx_dev_major;
+	out->dev_minor = s.stx_dev_minor;
+	out->mount = 0;
+	if (s.stx_mask & (STATX_MNT_ID | STATX_MNT_ID_UNIQUE)) {
+#ifdef STATX_ATTR_MOUNT_ROOT
+		out->mount = s.stx_mnt_id;
+#endif
+	}
+	return 0;
+}
+
+static int sys_file_system(int fd, uint64_t *magic) {
+	struct statfs s;
+	if (fstatfs(fd, &s) < 0) return -errno;
+	*magic = (uint64_t)s.f_type & 0xffffffffU; /* f_type is a signed 32-bit number on some architectures */
+	return 0;
+}
+
+static int sys_ioprio_get(void) { return status_of((int)syscall(SYS_ioprio_get, IOPRIO_WHO_PROCESS, 0)); }
+
+static int sys_ioprio_set(int priority) {
+	return status_of((int)syscall(SYS_ioprio_set, IOPRIO_WHO_PROCESS, 0, priority));
+}
+
+static int64_t sys_now(void) {
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static int sys_sleep(int64_t ns) {
+	struct timespec t = {.tv_sec = (time_t)(ns / 1000000000), .tv_nsec = (long)(ns % 1000000000)};
+	return status_of(nanosleep(&t, NULL));
+}
+
+pio_sys pio_sys_table = {
+	.read = sys_read,
+	.pread = sys_pread,
+	.pread_uncached = sys_pread_uncached,
+	.write = sys_write,
+	.write_uncached = sys_write_uncached,
+	.lseek = sys_lseek,
+	.ftruncate = sys_ftruncate,
+	.sync_file_range = sys_sync_file_range,
+	.fadvise = sys_fadvise,
+	.fdatasync = sys_fdatasync,
+	.cachestat = sys_cachestat,
+	.mmap = sys_mmap,
+	.munmap = sys_munmap,
+	.mincore = sys_mincore,
+	.open = sys_open,
+	.close = sys_close,
+	.get_flags = sys_get_flags,
+	.status = sys_status,
+	.file_system = sys_file_system,
+	.ioprio_get = sys_ioprio_get,
+	.ioprio_set = sys_ioprio_set,
+	.now = sys_now,
+	.sleep = sys_sleep,
+};
+
+int64_t pio_page_size(void) { return (int64_t)sysconf(_SC_PAGESIZE); }
