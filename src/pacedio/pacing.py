@@ -69,7 +69,9 @@ def parse_rate(value: int | float | str) -> int:
         if value - value != 0:  # nan and the infinities, without the math module
             raise ValueError(f"a rate must be finite: {value!r}")
         return _checked(int(value), "rate", value)
-    text = value.rstrip().removesuffix("/sec").removesuffix("/s")
+    text, slash, per = value.partition("/")
+    if slash and per.strip() not in ("s", "sec"):
+        raise _not_a("rate", value)
     numerator, denominator = _parse(text, value, "rate")
     return _checked(numerator // denominator, "rate", value)
 
@@ -87,8 +89,8 @@ def format_size(size: int, *, exact: bool = False) -> str:
         )
     name, tenths = next(
         (name, tenths)
-        for name, unit in reversed(_BINARY.items())
-        if (tenths := (size * 10 + unit // 2) // unit) >= 10 or unit == 1
+        for name, unit in _BINARY.items()
+        if (tenths := (size * 10 + unit // 2) // unit) < 10240 or name == "PiB"
     )
     whole, tenth = divmod(tenths, 10)
     return f"{whole}.{tenth} {name}" if tenth else f"{whole} {name}"
