@@ -189,3 +189,10 @@ int pio_start_rest(pio_writer *w);
 void pio_writer_close(pio_writer *w);
 int pio_writer_fd(const pio_writer *w);
 void pio_writer_stats(pio_writer *w, pio_stats *out);
+
+/* ---- resident: which pages of a file are in the page cache ----------------------------------------------- */
+
+int pio_resident_known(int fd);
+int64_t pio_resident_pages(int64_t off, int64_t len);
+int64_t pio_resident(int fd, int64_t off, int64_t len, unsigned char *resident);
+void pio_resident_drop(int fd, int64_t off, int64_t len, const unsigned char *before);
