@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    Buffer = io.BufferedReader | io.BufferedWriter | io.BufferedRandom
+    Buffer = io.BufferedReader[Any] | io.BufferedWriter[Any] | io.BufferedRandom
 
 
 class _Buffered(io.BufferedIOBase):
@@ -41,8 +41,9 @@ class _Buffered(io.BufferedIOBase):
     def __init__(self, raw: io.RawIOBase, buffer: Buffer) -> None:
         self._raw = raw
         self._buffer = buffer
+        taken = self.__dict__
         for name in self._taken:
-            self.__dict__[name] = getattr(buffer, name)
+            taken[name] = getattr(buffer, name)
 
     @property
     def raw(self) -> io.RawIOBase:
