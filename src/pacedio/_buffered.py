@@ -116,9 +116,9 @@ class _Buffered(io.BufferedIOBase):
 
     def _dealloc_warn(self, source: object, /) -> None:
         # io.TextIOWrapper asks for its ResourceWarning here.
-        self._buffer._dealloc_warn(source)
+        self._buffer._dealloc_warn(source)  # type: ignore[union-attr]
 
-    def __iter__(self) -> Iterator[bytes]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[bytes]:
         """Return an iterator over the lines."""
         if "readline" in self._taken and type(self).__next__ is io.BufferedIOBase.__next__:
             return iter(self._buffer)
