@@ -1,5 +1,6 @@
 """The part of the build that pyproject.toml cannot say: the cffi extension, one abi3 build for Python 3.10 and
-later, and one clear line where the compiler or a header is missing."""
+later, and one clear line where the compiler or a header is missing.
+"""
 
 from __future__ import annotations
 

@@ -90,6 +90,7 @@ typedef struct pio_window {
 	int dirty_count;
 	int started_head;
 	int started_count;
+	int draining;       /* a window's worth of scattered ranges is being started */
 	pio_range dropping; /* completed, not yet handed out to be dropped; len 0: nothing */
 	pio_range dirty[PIO_RANGES];
 	pio_range started[PIO_WINDOWS];
@@ -109,12 +110,13 @@ int pio_window_start_rest(pio_window *p, pio_range *out);
 typedef struct pio_control {
 	int64_t limit; /* bytes */
 	int64_t rate;  /* bytes a second; 0: no cap */
-	int64_t slack; /* ns that the schedule may lag behind the clock */
-	int64_t due;   /* when the next byte may be accepted */
+	int64_t burst; /* bytes that may be ahead of the rate */
+	int64_t due;   /* when what was accepted so far was due at exactly this rate */
 } pio_control;
 
 void pio_control_init(pio_control *c, int64_t limit, int64_t window, int64_t rate);
-int64_t pio_control_delay(pio_control *c, int64_t now);
+int64_t pio_control_piece(const pio_control *c);
+int64_t pio_control_delay(const pio_control *c, int64_t now, int64_t bytes);
 void pio_control_accepted(pio_control *c, int64_t now, int64_t bytes);
 
 /* ---- engine: start, wait and drop on this file system ---------------------------------------------------- */
@@ -143,7 +145,8 @@ enum {
 	PIO_NO_MAPPING = 8,   /* the better engine needs a mapping, and the file cannot be opened for reading */
 	PIO_MEMORY = 9,       /* memory-backed file system: nothing to pace */
 	PIO_NOT_A_FILE = 10,  /* pipe, terminal, socket, character device: nothing to pace */
-	PIO_DIRECT = 11       /* O_DIRECT: nothing to pace */
+	PIO_DIRECT = 11,      /* O_DIRECT: nothing to pace */
+	PIO_WRITTEN_THROUGH = 12 /* written pages are clean at once: somebody else caches them */
 };
 
 /* ---- writer: the write loop ------------------------------------------------------------------------------ */
@@ -184,4 +187,12 @@ int pio_truncate(pio_writer *w, int64_t size);
 int pio_sync(pio_writer *w);
 int pio_start_rest(pio_writer *w);
 void pio_writer_close(pio_writer *w);
+int pio_writer_fd(const pio_writer *w);
 void pio_writer_stats(pio_writer *w, pio_stats *out);
+
+/* ---- resident: which pages of a file are in the page cache ----------------------------------------------- */
+
+int pio_resident_known(int fd);
+int64_t pio_resident_pages(int64_t off, int64_t len);
+int64_t pio_resident(int fd, int64_t off, int64_t len, unsigned char *resident);
+void pio_resident_drop(int fd, int64_t off, int64_t len, const unsigned char *before);

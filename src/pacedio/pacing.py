@@ -1,0 +1,277 @@
+"""How a file is paced: `Pacing`, its presets, and sizes and rates as people write them."""
+
+# `import pacedio` must stay cheap, so this module imports nothing that the interpreter has not loaded already: no
+# dataclasses, enum, re or typing.
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+ENGINES = ("auto", "uncached", "range", "advise", "datasync", "none")
+IO_CLASSES = ("idle", "best-effort")
+
+_KIB = 1024
+_MIB = 1024 * 1024
+_MOST = 2**63 - 1  # off_t
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+_WINDOW = 512 * _KIB
+_LIMIT = 2 * _MIB
+_WINDOWS = 256  # PIO_WINDOWS in csrc/pacedio.cdef.h: started windows that a writer keeps apart
+
+_PREFIXES = "KMGTP"
+_BINARY = {"B": 1, **{f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate(_PREFIXES)}}
+_DECIMAL = {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate(_PREFIXES)}
+_UNITS = {
+    "": 1,
+    **{prefix: 1024 ** (i + 1) for i, prefix in enumerate(_PREFIXES)},
+    **{unit.upper(): size for unit, size in _BINARY.items()},
+    **_DECIMAL,
+}
+
+
+def parse_size(value: int | str) -> int:
+    """The number of bytes that `value` says.
+
+    An int is bytes. A str is a decimal number and a unit: `B` or none for bytes; `K`, `M`, `G`, `T`, `P` and `KiB`,
+    `MiB`... for powers of 1024; `KB`, `MB`... for powers of 1000, as GNU coreutils reads them. Space around number and
+    unit is ignored, and so is case, except that a small `b` after a capital (`Mb`) or alone is refused: it may mean
+    bits, or dd's blocks. So "512KiB", "8M", "1.5GiB", "64k", "100 MB", "4096" and "4096B" are sizes.
+
+    Raises `ValueError`, which names the value, unless it is a whole number of bytes from 1 to 2**63 - 1, and
+    `TypeError` for what is neither int nor str (bool included).
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"a size must be int or str, not {type(value).__name__}")
+    if isinstance(value, int):
+        return _checked(value, "size", value)
+    numerator, denominator = _parse(value, value, "size")
+    if numerator % denominator:
+        raise ValueError(f"not a whole number of bytes: {value!r}")
+    return _checked(numerator // denominator, "size", value)
+
+
+def parse_rate(value: int | float | str) -> int:
+    """The number of bytes a second that `value` says: a number of them, or a str as `parse_size` reads it, which may
+    end in `/s` or `/sec`: "100MB/s", "1.5 GiB/sec", "8M". A fraction of a byte is dropped.
+
+    Raises `ValueError`, which names the value, unless that is from 1 to 2**63 - 1, and `TypeError` for what is neither
+    int, float nor str (bool included).
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"a rate must be int, float or str, not {type(value).__name__}")
+    if isinstance(value, int):
+        return _checked(value, "rate", value)
+    if isinstance(value, float):
+        if value - value != 0:  # nan and the infinities, without the math module
+            raise ValueError(f"a rate must be finite: {value!r}")
+        return _checked(int(value), "rate", value)
+    text, slash, per = value.partition("/")
+    if slash and per.strip() not in ("s", "sec"):
+        raise _not_a("rate", value)
+    numerator, denominator = _parse(text, value, "rate")
+    return _checked(numerator // denominator, "rate", value)
+
+
+def format_size(size: int, *, exact: bool = False) -> str:
+    """`size` bytes as people read them, in powers of 1024 with at most one decimal: "512 KiB", "1.5 GiB", "999 B".
+
+    With `exact` nothing is rounded, and `parse_size` gives back the same number (from 1): the shortest whole number of
+    a unit, which may be a power of 1000: "1536 MiB", "100 MB", "1001 B".
+    """
+    if exact:
+        return min(
+            (f"{size // unit} {name}" for name, unit in {**_BINARY, **_DECIMAL}.items() if size % unit == 0),
+            key=lambda text: len(text.split()[0]),
+        )
+    name, tenths = next(
+        (name, tenths)
+        for name, unit in _BINARY.items()
+        if (tenths := (size * 10 + unit // 2) // unit) < 10240 or name == "PiB"
+    )
+    whole, tenth = divmod(tenths, 10)
+    return f"{whole}.{tenth} {name}" if tenth else f"{whole} {name}"
+
+
+def _parse(text: str, value: str, what: str) -> tuple[int, int]:
+    """The bytes that `text` says, as numerator and denominator: no float, which would round."""
+    text = text.strip()
+    number = text.rstrip("BbIiKkMmGgTtPp")
+    unit = text[len(number) :]
+    whole, point, fraction = number.rstrip().partition(".")
+    digits = whole + fraction
+    if digits.startswith("-"):
+        raise ValueError(f"a {what} must be positive: {value!r}")
+    # isdigit alone also accepts superscripts and other scripts' digits. 2**63 has 19 digits; a number of more than 4300
+    # would make int() complain in words of its own.
+    if not (digits.isascii() and digits.isdigit()) or (point and not fraction) or len(digits) > 100:
+        raise _not_a(what, value)
+    if unit.upper() not in _UNITS or (unit.endswith("b") and (unit == "b" or not unit.islower())):
+        raise _not_a(what, value)
+    return int(digits) * _UNITS[unit.upper()], 10 ** len(fraction)
+
+
+def _not_a(what: str, value: str) -> ValueError:
+    example = "512KiB, 8M or 1.5GiB" if what == "size" else "100MB/s or 8M"
+    return ValueError(f"not a {what}: {value!r} (write it like {example})")
+
+
+def _checked(number: int, what: str, value: object) -> int:
+    if number < 1:
+        raise ValueError(f"a {what} must be at least 1 byte{'' if what == 'size' else ' a second'}: {value!r}")
+    if number > _MOST:
+        raise ValueError(f"a {what} must be below 2**63 bytes: {value!r}")
+    return number
+
+
+def _windows_of(window: int | str | None, limit: int | str | None) -> tuple[int, int]:
+    """Window and limit in bytes, whichever of them was given."""
+    if window is None:
+        size = _WINDOW if limit is None else _window_for(parse_size(limit))
+    else:
+        size = parse_size(window)
+        if size % _PAGE:
+            raise ValueError(f"window must be a multiple of the page size, {_PAGE} bytes: {window!r}")
+    most = min(max(_LIMIT, 2 * size), _WINDOWS * size, _MOST) if limit is None else parse_size(limit)
+    if most < size:
+        if window is None:
+            raise ValueError(f"limit must be at least one page, {_PAGE} bytes: {limit!r}")
+        raise ValueError(f"window must not be above limit: {window!r} > {limit!r}")
+    if most > _WINDOWS * size:
+        raise ValueError(f"limit must be at most {_WINDOWS} windows, raise window: {limit!r} > {_WINDOWS} * {window!r}")
+    return size, most
+
+
+def _window_for(limit: int) -> int:
+    """The window that goes with a limit: 512 KiB, but at most a quarter of it, so that the device has one to write
+    while another fills, at least 1/256 of it, and whole pages.
+    """
+    most = max(_PAGE, limit // 4 // _PAGE * _PAGE)
+    least = -(-limit // _WINDOWS // _PAGE) * _PAGE
+    return max(min(_WINDOW, most), least)
+
+
+class Pacing:
+    """How a file is paced. Frozen, hashable, compares by value; the attributes are the numbers that hold.
+
+    window
+        Bytes that are started, waited for and dropped as a unit, a multiple of the page size. Default: 512 KiB; if
+        only `limit` is given, at most a quarter and at least a 256th of it.
+    limit
+        The most bytes in flight: at least one window, at most 256. Default: 2 MiB; if only `window` is given, at
+        least two and at most 256 of them. A neighbour's fsync waits for the bytes in flight, so less is kinder;
+        too little leaves the device idle between windows.
+    rate
+        The most bytes a second that are accepted from the caller, or None for no cap.
+    engine
+        The way windows are started and waited for: "auto" chooses and verifies one for the file system, "uncached",
+        "range", "advise", "datasync" name one (which still gives way to the next where its system call fails), "none"
+        does not pace.
+    drop_cache
+        Whether completed windows are dropped from the page cache.
+    io_class
+        The I/O class that windows are submitted in (ioprio_set(2)): "idle", "best-effort", or None for the calling
+        thread's own. Only some I/O schedulers look at it. The realtime class is not offered: it needs privilege, and
+        starves neighbours.
+
+    Sizes and rates are given as `parse_size` and `parse_rate` read them. Raises `ValueError`, which names the
+    offending value as it was given, and `TypeError`.
+    """
+
+    __slots__ = ("drop_cache", "engine", "io_class", "limit", "rate", "window")
+
+    window: int
+    limit: int
+    rate: int | None
+    engine: str
+    drop_cache: bool
+    io_class: str | None
+
+    def __init__(
+        self,
+        *,
+        window: int | str | None = None,
+        limit: int | str | None = None,
+        rate: int | float | str | None = None,
+        engine: str = "auto",
+        drop_cache: bool = True,
+        io_class: str | None = None,
+    ) -> None:
+        window, limit = _windows_of(window, limit)
+        if not isinstance(engine, str):
+            raise TypeError(f"engine must be str, not {type(engine).__name__}")
+        if engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}: {engine!r}")
+        if not isinstance(drop_cache, bool):
+            raise TypeError(f"drop_cache must be bool, not {type(drop_cache).__name__}")
+        if io_class is not None and not isinstance(io_class, str):
+            raise TypeError(f"io_class must be str or None, not {type(io_class).__name__}")
+        if io_class is not None and io_class not in IO_CLASSES:
+            raise ValueError(f"io_class must be None or one of {', '.join(IO_CLASSES)}: {io_class!r}")
+        put = object.__setattr__  # our own refuses
+        put(self, "window", window)
+        put(self, "limit", limit)
+        put(self, "rate", None if rate is None else parse_rate(rate))
+        put(self, "engine", engine)
+        put(self, "drop_cache", drop_cache)
+        put(self, "io_class", io_class)
+
+    def replace(self, **changes: object) -> Pacing:
+        """The same with some arguments changed, and checked anew. What is not named keeps its number: a larger
+        `window` may need a larger `limit` beside it, or `limit=None` for the default that goes with it.
+        """
+        return _restore({**self._arguments(), **changes})
+
+    def _arguments(self) -> dict[str, object]:
+        return {
+            "window": self.window,
+            "limit": self.limit,
+            "rate": self.rate,
+            "engine": self.engine,
+            "drop_cache": self.drop_cache,
+            "io_class": self.io_class,
+        }
+
+    def __repr__(self) -> str:
+        shown = self._arguments()
+        shown["window"] = format_size(self.window, exact=True)
+        shown["limit"] = format_size(self.limit, exact=True)
+        if self.rate is not None:
+            shown["rate"] = f"{format_size(self.rate, exact=True)}/s"
+        return f"Pacing({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pacing):
+            return NotImplemented
+        return self._arguments() == other._arguments()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._arguments().values()))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (self._arguments(),)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"Pacing is frozen; replace({name}=...) gives a changed one")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError("Pacing is frozen")
+
+
+def _restore(arguments: dict[str, object]) -> Pacing:
+    """What pickle and copy call, because they pass no keyword arguments."""
+    return Pacing(**arguments)  # type: ignore[arg-type]
+
+
+BALANCED = Pacing()
+"""The default: 512 KiB windows, 2 MiB in flight, pages dropped behind; full speed, and a neighbour's fsync stays
+near its quiet latency."""
+
+RECIPE = Pacing(window="8MiB", limit="16MiB", drop_cache=False)
+"""8 MiB windows, one behind, pages kept: the widespread recipe (Borg, Redis), here for comparison."""
+
+POLITE = Pacing(io_class="idle")
+"""As BALANCED, with windows submitted in the idle I/O class."""
