@@ -16,10 +16,10 @@ itself.
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
-
+TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any, ClassVar, NoReturn
 
     Buffer = io.BufferedReader[Any] | io.BufferedWriter[Any] | io.BufferedRandom
 
@@ -39,6 +39,9 @@ class _Buffered(io.BufferedIOBase):
         cls._taken = tuple(name for name in cls._hot if getattr(cls, name) is getattr(owner, name))
 
     def __init__(self, raw: io.RawIOBase, buffer: Buffer) -> None:
+        self._bind(raw, buffer)
+
+    def _bind(self, raw: io.RawIOBase, buffer: Buffer) -> None:
         self._raw = raw
         self._buffer = buffer
         taken = self.__dict__
