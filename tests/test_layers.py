@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "pacedio"
 CSRC = ROOT / "csrc"
 
-# A module may import those of a lower number. The package itself comes before the commands, which use it as anybody
-# does; within cli, the commands share display.
+# A module may import those of an earlier set. The package itself comes before the commands, which use it as anybody
+# does; within cli, the commands share what is not one.
 LAYERS = [
     {"exceptions", "pacing"},
     {"_native", "_buffered"},
@@ -23,7 +23,8 @@ LAYERS = [
     {"files"},
     {"aio", "copying", "archives", "handlers", "filesystem"},
     {"__init__"},
-    {"cli", "cli.display"},
+    {"cli", "cli.quoting", "cli.options", "cli.signals"},
+    {"cli.display"},
     {"cli.*"},
 ]
 
