@@ -16,6 +16,7 @@ SOURCES = [
     "csrc/engine.c",
     "csrc/writer.c",
     "csrc/resident.c",
+    "csrc/reader.c",
     "csrc/copy.c",
 ]
 
