@@ -41,7 +41,7 @@ INCLUDES = {
 
 # What an object file may leave to the C library. All else is a system call, or may make one.
 PURE = {"memcpy", "memmove", "memset", "memcmp", "__stack_chk_fail", "_GLOBAL_OFFSET_TABLE_"}
-NO_SYSTEM_CALL = PURE | {"malloc", "calloc", "realloc", "free", "snprintf", "strlen"}
+NO_SYSTEM_CALL = PURE | {"malloc", "calloc", "realloc", "free", "snprintf", "strlen", "memchr", "posix_memalign", "sigfillset"}
 
 
 def name_of(path: Path) -> str:

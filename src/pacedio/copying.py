@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from typing import TYPE_CHECKING
 
 from pacedio._native import error, ffi, lib
@@ -60,8 +59,8 @@ def copy_contents(
             elif moved == 0:
                 return copied
             elif lib.pio_copy_source_failed(handle):
-                raise SourceError(-moved, os.strerror(-moved), source_name)
-            elif moved != -errno.EINTR:  # after which Python has run the signal's handler
-                raise error(moved, target.name)
+                raise error(moved, source_name, SourceError)
+            elif moved != -errno.EINTR:  # before the next step Python runs the signal's handler
+                target._raw.refuse(moved)
     finally:
         ffi.release(handle)
