@@ -9,7 +9,15 @@ from cffi import FFI
 HERE = Path(__file__).resolve().parent
 
 # Paths relative to the project's root, where setuptools builds; absolute ones would end up in the sdist.
-SOURCES = ["csrc/sys.c", "csrc/window.c", "csrc/control.c", "csrc/engine.c", "csrc/writer.c", "csrc/resident.c"]
+SOURCES = [
+    "csrc/sys.c",
+    "csrc/window.c",
+    "csrc/control.c",
+    "csrc/engine.c",
+    "csrc/writer.c",
+    "csrc/resident.c",
+    "csrc/reader.c",
+]
 
 ffibuilder = FFI()
 ffibuilder.cdef((HERE / "pacedio.cdef.h").read_text(encoding="utf-8"))

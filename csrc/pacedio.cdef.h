@@ -196,3 +196,12 @@ int pio_resident_known(int fd);
 int64_t pio_resident_pages(int64_t off, int64_t len);
 int64_t pio_resident(int fd, int64_t off, int64_t len, unsigned char *resident);
 void pio_resident_drop(int fd, int64_t off, int64_t len, const unsigned char *before);
+
+/* ---- reader: reads ahead, and leaves the page cache as it found it ---------------------------------------- */
+
+typedef struct pio_reader pio_reader;
+
+pio_reader *pio_reader_new(int fd, int64_t window, int64_t ahead);
+int64_t pio_read(pio_reader *r, void *buf, size_t n);
+void pio_reader_close(pio_reader *r);
+void pio_reader_free(pio_reader *r);

@@ -16,10 +16,10 @@ itself.
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
-
+TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any, ClassVar, NoReturn
 
     Buffer = io.BufferedReader | io.BufferedWriter | io.BufferedRandom
 
@@ -39,6 +39,9 @@ class _Buffered(io.BufferedIOBase):
         cls._taken = tuple(name for name in cls._hot if getattr(cls, name) is getattr(owner, name))
 
     def __init__(self, raw: io.RawIOBase, buffer: Buffer) -> None:
+        self._bind(raw, buffer)
+
+    def _bind(self, raw: io.RawIOBase, buffer: Buffer) -> None:
         self._raw = raw
         self._buffer = buffer
         for name in self._taken:
@@ -113,9 +116,9 @@ class _Buffered(io.BufferedIOBase):
 
     def _dealloc_warn(self, source: object, /) -> None:
         # io.TextIOWrapper asks for its ResourceWarning here.
-        self._buffer._dealloc_warn(source)
+        self._buffer._dealloc_warn(source)  # type: ignore[union-attr]
 
-    def __iter__(self) -> Iterator[bytes]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[bytes]:
         """Return an iterator over the lines."""
         if "readline" in self._taken and type(self).__next__ is io.BufferedIOBase.__next__:
             return iter(self._buffer)

@@ -1,0 +1,637 @@
+"""PacedWriter, the file object that writes paced, and WriteStats, what it has to tell.
+
+A PacedWriter is made of three files, of which the callers see the outermost:
+
+    PacedWriter           an io.BufferedIOBase: failure, sync, commit, statistics
+      io.BufferedWriter   collects small writes, keeps order between threads (its lock)
+        _PacedFile        an io.FileIO whose write() is pio_write, in C without the GIL
+
+Two things need care.
+
+Signals. Python runs signal handlers after a C call has returned, so a handler may raise when pio_write has written
+and before its result is known to the BufferedWriter. That would write the same bytes once more. _PacedFile.write
+therefore asks the C side what was taken, and tells the BufferedWriter when it comes again.
+
+Forks. A child gets a copy of everything: the parent's bytes in the buffer, its ranges in flight, its failure. None of
+these are the child's. So the child's copies of all open writers are given a new buffer and a new C writer, and what is
+left of the old ones can write nothing. The descriptor is shared, as with any file, and the child may write to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from _weakref import ref
+
+from pacedio import _native
+from pacedio._buffered import _Buffered
+from pacedio._native import ffi, lib
+from pacedio.exceptions import WritebackError
+from pacedio.pacing import BALANCED, Pacing, format_size
+
+TYPE_CHECKING = False  # typing is too slow to import
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any, NoReturn, Protocol
+
+    from _typeshed import ReadableBuffer as Buffer
+    from _typeshed import WriteableBuffer
+
+    class Entry(Protocol):
+        """What becomes of the name of a file that is written (see files.py)."""
+
+        atomic: bool
+
+        def synced(self, fd: int) -> None: ...
+        def commit(self, fd: int, *, durable: bool) -> None: ...
+        def discard(self) -> None: ...
+
+
+CHUNK = 128 * 1024  # the buffer of small writes: large enough for large folios, and to make pio_write's cost vanish
+
+_ENGINES = {
+    "auto": lib.PIO_AUTO,
+    "uncached": lib.PIO_UNCACHED,
+    "range": lib.PIO_RANGE,
+    "advise": lib.PIO_ADVISE,
+    "datasync": lib.PIO_DATASYNC,
+    "none": lib.PIO_NONE,
+}
+_ENGINE_NAMES = {number: name for name, number in _ENGINES.items()} | {lib.PIO_UNDECIDED: "undecided"}
+_IO_PRIORITIES = {None: 0, "best-effort": 2 << 13 | 4, "idle": 3 << 13}  # ioprio_set(2): class << 13 | level
+_REASONS = {
+    lib.PIO_BEST: None,
+    lib.PIO_ASKED: "asked for",
+    lib.PIO_CALL_FAILED: "the better engine's call failed",
+    lib.PIO_STACKED: "written pages are cached in another file's mapping",
+    lib.PIO_STAYED_DIRTY: "the better engine's wait leaves pages dirty here",
+    lib.PIO_STAYED: "advised pages stay in the page cache, another process may map them",
+    lib.PIO_KNOWN_TYPE: "the file system's type decided",
+    lib.PIO_KEEP_CACHE: "the better engine cannot keep pages cached",
+    lib.PIO_NO_MAPPING: "the better engine has to read the file",
+    lib.PIO_MEMORY: "the file system is memory, nothing to pace",
+    lib.PIO_NOT_A_FILE: "not a regular file, nothing to pace",
+    lib.PIO_DIRECT: "O_DIRECT, nothing to pace",
+    lib.PIO_WRITTEN_THROUGH: "written pages are clean at once, somebody else caches them",
+}
+
+
+class WriteStats:
+    """What a writer did so far: a frozen snapshot.
+
+    bytes
+        Accepted by the kernel. What is still in the user-space buffer is not counted.
+    windows
+        Started.
+    engine
+        "uncached", "range", "advise", "datasync", "none", or "undecided" while no window was filled.
+    reason
+        Why the engine is not the best one, or None.
+    limit, in_flight, most_in_flight
+        Bytes, counted in whole pages.
+    stalls, stall_seconds, longest_stall_seconds
+        Waits that really blocked the caller (50 microseconds or more), outside of `sync`.
+    sync_seconds
+        Spent in `sync`, including its starts and waits.
+    verified_dirty_pages
+        The most dirty pages that were seen when the engine was verified, or None if this writer had no need to.
+    error
+        The first error of the data, or None.
+    """
+
+    __slots__ = (
+        "bytes",
+        "engine",
+        "error",
+        "in_flight",
+        "limit",
+        "longest_stall_seconds",
+        "most_in_flight",
+        "reason",
+        "stall_seconds",
+        "stalls",
+        "sync_seconds",
+        "verified_dirty_pages",
+        "windows",
+    )
+
+    bytes: int
+    windows: int
+    engine: str
+    reason: str | None
+    limit: int
+    in_flight: int
+    most_in_flight: int
+    stalls: int
+    stall_seconds: float
+    longest_stall_seconds: float
+    sync_seconds: float
+    verified_dirty_pages: int | None
+    error: OSError | None
+
+    def __init__(self, **values: object) -> None:
+        for name in self.__slots__:
+            object.__setattr__(self, name, values[name])
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("WriteStats is frozen")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError("WriteStats is frozen")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WriteStats):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__slots__))
+
+    def __repr__(self) -> str:
+        return f"WriteStats({', '.join(f'{name}={getattr(self, name)!r}' for name in self.__slots__)})"
+
+    def __str__(self) -> str:
+        parts = [f"{format_size(self.bytes)} written"]
+        if self.windows:
+            parts.append(f"at most {format_size(self.most_in_flight)} in flight")
+            stalled = "1 stall" if self.stalls == 1 else f"{self.stalls} stalls"
+            parts.append(
+                f"{stalled} of {self.stall_seconds:.2f} s, longest {self.longest_stall_seconds * 1000:.1f} ms"
+                if self.stalls
+                else "no stall"
+            )
+        parts.append(f"sync {self.sync_seconds:.3f} s")
+        parts.append(f"engine {self.engine}" + (f" ({self.reason})" if self.reason else ""))
+        if self.error is not None:
+            parts.append(f"FAILED: {self.error}")
+        return ", ".join(parts)
+
+
+def _options(pacing: Pacing) -> Any:
+    return ffi.new(
+        "pio_options *",
+        {
+            "window": pacing.window,
+            "limit": pacing.limit,
+            "rate": pacing.rate or 0,
+            "engine": _ENGINES[pacing.engine],
+            "drop_cache": pacing.drop_cache,
+            "io_priority": _IO_PRIORITIES[pacing.io_class],
+        },
+    )
+
+
+_BALANCED_OPTIONS = _options(BALANCED)
+
+
+class _PacedFile(io.FileIO):
+    """The unbuffered file: the descriptor, and the C writer that paces it, made at the first write."""
+
+    pacing: Pacing = BALANCED
+    buffer_size = CHUNK
+    owner: ref[PacedWriter] | None = None
+    ignores_writes = False  # takes and forgets what is written
+    is_parents = False  # the descriptor has a new owner in this process
+
+    _writer: Any = None
+    _accepted = 0  # bytes that pio_write took and the caller was told of
+    _untold = 0  # bytes that it took and the BufferedWriter will offer again
+
+    def native_writer(self) -> Any:
+        if self._writer is None:
+            options = _BALANCED_OPTIONS if self.pacing is BALANCED else _options(self.pacing)
+            pointer = lib.pio_writer_new(self.fileno(), options)
+            if not pointer:
+                raise MemoryError
+            self._writer = ffi.gc(pointer, lib.pio_writer_free)
+        return self._writer
+
+    def write(self, data: Buffer, /) -> int | None:  # type: ignore[override]
+        if self._untold:
+            taken, self._untold = self._untold, 0
+            self._accepted += taken
+            return taken
+        view = ffi.from_buffer(data)
+        if self.ignores_writes:
+            return len(view)
+        writer = self._writer or self.native_writer()
+        code = -errno.EINTR
+        try:
+            while code == -errno.EINTR:
+                code = lib.pio_write(writer, view, len(view))
+        except BaseException:
+            # A signal handler raised after the call had returned. Up to a buffer's worth comes from the
+            # BufferedWriter, which will offer it again; more comes straight from a caller, who now knows that an
+            # unknown part was written.
+            taken = self.raw_stats().bytes - self._accepted
+            if len(view) <= self.buffer_size:
+                self._untold = taken
+            else:
+                self._accepted += taken
+            raise
+        if code < 0:
+            if code == -errno.EAGAIN:
+                return None
+            self.refuse(code)
+        self._accepted += code
+        return code  # type: ignore[no-any-return]
+
+    def truncate(self, size: int | None = None, /) -> int:
+        if size is None:
+            size = self.tell()
+        if self._writer is None:
+            return super().truncate(size)
+        self.check(lib.pio_truncate(self._writer, size))
+        return size
+
+    def sync(self) -> None:
+        code = -errno.EINTR
+        while code == -errno.EINTR:
+            code = lib.pio_sync(self.native_writer())
+        self.check(code)
+
+    def start_rest(self) -> None:
+        if self._writer is not None:
+            self.check(lib.pio_start_rest(self._writer))
+
+    def close(self) -> None:
+        if self.is_parents:
+            return
+        if self._writer is not None:
+            lib.pio_writer_close(self._writer)
+        super().close()
+
+    @property
+    def wrote(self) -> bool:
+        return self._accepted > 0
+
+    def raw_stats(self) -> Any:
+        stats = ffi.new("pio_stats *")
+        lib.pio_writer_stats(self._writer, stats)
+        return stats
+
+    def check(self, code: int) -> None:
+        if code < 0:
+            self.refuse(code)
+
+    def refuse(self, code: int) -> NoReturn:
+        """Raise the error that the C side returned; if the writer failed with it, let every later call find out."""
+        if self._writer is not None and self.raw_stats().error:
+            owner = self.owner() if self.owner is not None else None
+            if owner is not None:
+                owner._has_failed()
+            raise self.error()
+        raise _native.error(code, self.name)
+
+    def error(self) -> OSError:
+        stats = self.raw_stats()
+        return _native.error(-stats.error, self.name, WritebackError if stats.late else OSError)
+
+    def stats(self) -> WriteStats:
+        if self._writer is None:
+            raw = ffi.new("pio_stats *", {"limit": self.pacing.limit, "verified_dirty_pages": -1})
+        else:
+            raw = self.raw_stats()
+        reason = _REASONS[raw.reason]
+        if raw.engine == lib.PIO_UNDECIDED:
+            reason = "no window was filled"
+        elif raw.reason_errno:
+            reason = f"{reason}: {os.strerror(raw.reason_errno)}"
+        return WriteStats(
+            bytes=raw.bytes,
+            windows=raw.windows,
+            engine=_ENGINE_NAMES[raw.engine],
+            reason=reason,
+            limit=raw.limit,
+            in_flight=raw.in_flight,
+            most_in_flight=raw.most_in_flight,
+            stalls=raw.stalls,
+            stall_seconds=raw.stall_ns / 1e9,
+            longest_stall_seconds=raw.longest_stall_ns / 1e9,
+            sync_seconds=raw.sync_ns / 1e9,
+            verified_dirty_pages=None if raw.verified_dirty_pages < 0 else raw.verified_dirty_pages,
+            error=self.error() if raw.error else None,
+        )
+
+
+class PacedWriter(_Buffered):
+    """A binary file that is written paced. `pacedio.open` and `pacedio.wrap` make them.
+
+    It behaves as the io.BufferedWriter that `open` returns, and in addition
+
+    - never has more than `limit` bytes in flight, and blocks in `write` only while it would exceed them;
+    - syncs when it is closed, unless it was opened with `sync=False`; an exception that leaves its `with` block is
+      never hidden by an error of that close;
+    - fails for good with the first error of the data: every later call raises it again, `close` once more;
+    - tells in `stats` what it did.
+
+    It may be used from several threads, as io.BufferedWriter. A forked child's copy starts empty: what the parent had
+    not written yet is the parent's to write.
+    """
+
+    _hot = ("write",)
+    _raw: _PacedFile
+
+    closed = False  # type: ignore[assignment]  # a plain attribute, because io.TextIOWrapper reads it at each write
+    _failed = False
+    _inherited = False  # from the parent of this process
+    _collected = False  # an outer file is garbage, and closes this one
+    _text: ref[io.TextIOWrapper] | None = None
+
+    def __init__(
+        self,
+        raw: _PacedFile,
+        *,
+        sync: bool = True,
+        entry: Entry | None = None,
+        unbuffered: bool = False,
+        keep: object = None,
+    ) -> None:
+        self._sync = sync
+        self._entry = entry
+        self._unbuffered = unbuffered
+        self._keep = keep  # the caller's file object, whose descriptor this writes to
+        self._reference = raw.owner = ref(self)
+        super().__init__(raw, self._make_buffer(raw))
+        _open_writers[id(self)] = self._reference
+
+    @staticmethod
+    def _make_buffer(raw: _PacedFile) -> io.BufferedWriter | io.BufferedRandom:
+        return io.BufferedWriter(raw, raw.buffer_size)
+
+    def _bind(self, raw: io.RawIOBase, buffer: Any) -> None:
+        super()._bind(raw, buffer)
+        if self._unbuffered:
+            self.__dict__.pop("write", None)
+
+    @property
+    def stats(self) -> WriteStats:
+        """What was done so far, at any time, also after `close`."""
+        return self._raw.stats()
+
+    def write(self, data: Buffer, /) -> int:
+        """Write all of `data`, a contiguous buffer of any type, and return its length in bytes."""
+        self._check()
+        written = self._buffer.write(data)
+        if self._unbuffered:
+            self._buffer.flush()
+        return written
+
+    def flush(self) -> None:
+        """Hand the user-space buffer to the kernel. This says nothing about the disk: see `sync`."""
+        self._check()
+        self._buffer.flush()
+
+    def sync(self) -> None:
+        """Make all that was written durable, the name of a new file included.
+
+        Raises `WritebackError` if bytes accepted earlier did not reach the device.
+        """
+        self.flush()
+        self._raw.sync()
+        if self._entry is not None:
+            self._entry.synced(self._raw.fileno())
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Move the position to `offset` bytes from the start (`whence` 0), the position (1) or the end (2), and
+        return it.
+        """
+        self._check()
+        return self._buffer.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Return the position in bytes."""
+        self._check()
+        return self._buffer.tell()
+
+    def truncate(self, pos: int | None = None, /) -> int:
+        """Set the size to `pos` bytes, by default the position, and return it."""
+        self._check()
+        return self._buffer.truncate(pos)
+
+    def detach(self) -> io.RawIOBase:
+        """Separate the unbuffered file and return it; this object is unusable afterwards. The file is neither synced
+        nor, if atomic, committed.
+        """
+        self._check()
+        raw = self._buffer.detach()
+        self._forget()
+        return raw
+
+    def close(self) -> None:
+        """Sync (unless opened with `sync=False`), commit an atomic file, and close. A second call does nothing.
+
+        Raises the error that made the writer fail once more. The descriptor is released in any case.
+        """
+        if self.closed:
+            return
+        if "_finalizing" in self.__dict__ or self._collected or self._buffer.closed:
+            # Garbage promises nothing: the buffer, collected next, hands its bytes to the kernel as io's do.
+            if self._entry is not None and self._entry.atomic:
+                self._abandon()
+            else:
+                self._forget()
+                if self._collected:
+                    self._buffer.close()
+            return
+        try:
+            self._buffer.flush()
+            if not self._inherited or self._raw.wrote:
+                if self._sync:
+                    self.sync()
+                else:
+                    self._raw.start_rest()
+            if self._entry is not None:
+                self._entry.commit(self._raw.fileno(), durable=self._sync)
+        except BaseException:
+            self._abandon()
+            raise
+        self._forget()
+        self._buffer.close()
+
+    def discard(self) -> None:
+        """Close without a sync; what is still in the user-space buffer is lost, and an atomic file leaves no trace: the
+        target stays as it was. After `close`, nothing.
+        """
+        if not self.closed:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._forget()
+        self._raw.ignores_writes = True
+        try:
+            self._buffer.close()
+        finally:
+            if self._entry is not None:
+                self._entry.discard()
+
+    def _forget(self) -> None:
+        self.closed = True
+        _open_writers.pop(id(self), None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave(kind)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        if kind is None:
+            self.close()
+        elif self._entry is not None and self._entry.atomic:
+            self.discard()
+        else:
+            try:
+                self.close()
+            except OSError:
+                pass  # the exception under way is the one to tell; stats.error keeps this one
+
+    def _dealloc_warn(self, source: object, /) -> None:
+        self._collected = True
+        super()._dealloc_warn(source)
+
+    def _check(self) -> None:
+        if self._failed and not self.closed:
+            raise self._raw.error()
+
+    def _has_failed(self) -> None:
+        self._failed = True
+        for name in self._taken:
+            self.__dict__.pop(name, None)
+
+    def _native_writer(self) -> Any:
+        """The C writer, with nothing left in the user-space buffer, for those who write through it directly."""
+        self.flush()
+        return self._raw.native_writer()
+
+    def _start_anew(self) -> None:
+        """Make this the child's file."""
+        if self.closed or self._raw.closed:
+            return
+        parents = self._raw
+        parents.ignores_writes = parents.is_parents = True
+        # A thread that does not exist here may hold the old buffer's lock: it is never touched again.
+        _left_to_the_parent.append(self._buffer)
+
+        # On a descriptor, "w" does not truncate, and "a" would move the parent's position.
+        raw = _PacedFile(parents.fileno(), "rb+" if parents.readable() else "wb", closefd=parents.closefd)
+        raw.name = parents.name
+        raw.pacing, raw.buffer_size, raw.owner = parents.pacing, parents.buffer_size, parents.owner
+        self._inherited = True
+        self._failed = False
+        if self._entry is not None and self._entry.atomic:
+            self._entry = None  # the parent's to commit or discard
+        self._bind(raw, self._make_buffer(raw))
+
+        text = self._text() if self._text is not None else None
+        if text is not None:
+            raw.ignores_writes = True
+            text.flush()
+            raw.ignores_writes = False
+
+
+class PacedRandom(PacedWriter):
+    """A PacedWriter that also reads: what the modes with "+" return, as io.BufferedRandom. Reading is not paced."""
+
+    _hot = ("write", "peek", "read", "read1", "readinto", "readinto1", "readline", "readlines")
+    _buffer: io.BufferedRandom
+
+    @staticmethod
+    def _make_buffer(raw: _PacedFile) -> io.BufferedRandom:
+        return io.BufferedRandom(raw, raw.buffer_size)
+
+    def peek(self, size: int = 0, /) -> bytes:
+        """Return bytes ahead without moving the position."""
+        self._check()
+        return self._buffer.peek(size)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read at most `size` bytes, by default all that is left."""
+        self._check()
+        return self._buffer.read(size)
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """Read at most `size` bytes with at most one read of the file."""
+        self._check()
+        return self._buffer.read1(size)
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Read into `buffer` and return the number of bytes."""
+        self._check()
+        return self._buffer.readinto(buffer)
+
+    def readinto1(self, buffer: WriteableBuffer, /) -> int:
+        """Read into `buffer` with at most one read of the file, and return the number of bytes."""
+        self._check()
+        return self._buffer.readinto1(buffer)
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Read a line, at most `size` bytes of it."""
+        self._check()
+        return self._buffer.readline(size)
+
+    def readlines(self, hint: int | None = -1, /) -> list[bytes]:
+        """Read the lines that are left, about `hint` bytes of them."""
+        self._check()
+        return self._buffer.readlines(hint)
+
+
+class PacedTextWriter(io.TextIOWrapper):
+    """The io.TextIOWrapper over a PacedWriter that text modes return, with the writer's `stats` and `sync`."""
+
+    buffer: PacedWriter  # type: ignore[assignment]
+    closed = False  # type: ignore[assignment]  # as in PacedWriter
+
+    def __init__(self, buffer: PacedWriter, **arguments: Any) -> None:
+        super().__init__(buffer, **arguments)
+        buffer._text = ref(self)
+
+    @property
+    def stats(self) -> WriteStats:
+        """What was done so far, at any time, also after `close`."""
+        return self.buffer.stats
+
+    def sync(self) -> None:
+        """Make all that was written durable, as `PacedWriter.sync`."""
+        self.flush()
+        self.buffer.sync()
+
+    def discard(self) -> None:
+        """Close and leave what is not written, as `PacedWriter.discard`."""
+        self.buffer.discard()
+        self.close()
+
+    def close(self) -> None:
+        """Write, sync, commit and close, as `PacedWriter.close`."""
+        if not self.closed:
+            try:
+                super().close()
+            finally:
+                self.closed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and self.buffer._entry is not None and self.buffer._entry.atomic:
+            self.discard()
+            return
+        try:
+            self.close()
+        except OSError:
+            if kind is None:
+                raise
+            # else the exception under way is the one to tell; stats.error keeps this one
+
+
+_open_writers: dict[int, ref[PacedWriter]] = {}
+_left_to_the_parent: list[object] = []
+
+
+def _after_fork_in_child() -> None:
+    for reference in list(_open_writers.values()):
+        writer = reference()
+        if writer is not None:
+            writer._start_anew()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
