@@ -17,6 +17,7 @@ SOURCES = [
     "csrc/writer.c",
     "csrc/resident.c",
     "csrc/reader.c",
+    "csrc/copy.c",
 ]
 
 ffibuilder = FFI()

@@ -55,6 +55,7 @@ typedef struct pio_sys {
 	int (*ioprio_set)(int priority);
 	int64_t (*now)(void);
 	int (*sleep)(int64_t ns);
+	int (*process)(void); /* getpid(2) */
 } pio_sys;
 
 extern pio_sys pio_sys_table;
@@ -205,3 +206,12 @@ pio_reader *pio_reader_new(int fd, int64_t window, int64_t ahead);
 int64_t pio_read(pio_reader *r, void *buf, size_t n);
 void pio_reader_close(pio_reader *r);
 void pio_reader_free(pio_reader *r);
+
+/* ---- copy: descriptor to descriptor ---------------------------------------------------------------------- */
+
+typedef struct pio_copy pio_copy;
+
+pio_copy *pio_copy_new(int source, pio_writer *w, int readers, int sparse);
+int64_t pio_copy_step(pio_copy *c);
+int pio_copy_source_failed(const pio_copy *c);
+void pio_copy_free(pio_copy *c);

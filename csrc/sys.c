@@ -157,6 +157,8 @@ static int sys_sleep(int64_t ns) {
 	return status_of(nanosleep(&t, NULL));
 }
 
+static int sys_process(void) { return (int)getpid(); }
+
 pio_sys pio_sys_table = {
 	.read = sys_read,
 	.pread = sys_pread,
@@ -181,6 +183,7 @@ pio_sys pio_sys_table = {
 	.ioprio_set = sys_ioprio_set,
 	.now = sys_now,
 	.sleep = sys_sleep,
+	.process = sys_process,
 };
 
 int64_t pio_page_size(void) { return (int64_t)sysconf(_SC_PAGESIZE); }

@@ -52,48 +52,37 @@ def open(
 
     Raises what the builtin raises, and `ValueError` for `atomic` with another mode, a descriptor or an opener.
     """
-    if not isinstance(mode, str):
-        raise TypeError(f"open() argument 'mode' must be str, not {type(mode).__name__}")
-    if not isinstance(buffering, int):
-        raise TypeError(f"'{type(buffering).__name__}' object cannot be interpreted as an integer")
+    try:
+        raw_mode, text, writes = _MODES[mode]
+    except (KeyError, TypeError):
+        raw_mode, text, writes = _parse_mode(mode)
+    if not isinstance(file, (str, bytes, int)):
+        file = os.fspath(file)
     if pacing is None:
         pacing = BALANCED
     elif not isinstance(pacing, Pacing):
         raise TypeError(f"pacing must be a Pacing, not {type(pacing).__name__}")
-    if not isinstance(file, int):
-        file = os.fspath(file)
-    flags = set(mode)
-    if flags - set("rwxabt+") or len(mode) > len(flags):
-        raise ValueError(f"invalid mode: {mode!r}")
-    text = "b" not in flags
-    if not text and "t" in flags:
-        raise ValueError("can't have text and binary mode at once")
-    if len(flags & set("rwxa")) != 1:
-        raise ValueError("must have exactly one of create/read/write/append mode")
-    if not text:
-        for name, value in (("encoding", encoding), ("errors", errors), ("newline", newline)):
-            if value is not None:
-                raise ValueError(f"binary mode doesn't take {'an' if name != 'newline' else 'a'} {name} argument")
-        if buffering == 1:
-            import warnings
-
-            warnings.warn(
-                "line buffering (buffering=1) isn't supported in binary mode, the default buffer size will be used",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            buffering = -1
-    elif buffering == 0:
-        raise ValueError("can't have unbuffered text I/O")
-    else:
-        encoding = io.text_encoding(encoding)
-    if atomic and not flags & set("wx"):
+    if atomic and raw_mode[0] not in "wx":
         raise ValueError(f"atomic=True needs mode 'w' or 'x', not {mode!r}")
+    if text:
+        if buffering == 0:
+            raise ValueError("can't have unbuffered text I/O")
+        encoding = io.text_encoding(encoding)
+    elif not (encoding is None and errors is None and newline is None):
+        name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
+        raise ValueError(f"binary mode doesn't take {'a' if name == 'newline' else 'an'} {name} argument")
+    elif buffering == 1:
+        import warnings
 
-    writes = not flags <= set("rbt")
+        warnings.warn(
+            "line buffering (buffering=1) isn't supported in binary mode, the default buffer size will be used",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        buffering = -1
+
     binary: Any
     if writes:
-        raw_mode = "".join(sorted(flags & set("rwxa+"), key="rwxa+".index))
         binary = _open_writer(file, raw_mode, buffering, closefd, opener, pacing, sync, atomic)
     elif buffering == 0:
         return RawReader(file, closefd, opener)
@@ -113,6 +102,25 @@ def open(
         raise
     wrapper.mode = mode  # type: ignore[misc,attr-defined]
     return wrapper
+
+
+_MODES: dict[str, tuple[str, bool, bool]] = {}
+
+
+def _parse_mode(mode: str) -> tuple[str, bool, bool]:
+    """The mode of the unbuffered file, whether text is wanted, whether it is written to."""
+    if not isinstance(mode, str):
+        raise TypeError(f"open() argument 'mode' must be str, not {type(mode).__name__}")
+    flags = set(mode)
+    if flags - set("rwxabt+") or len(mode) > len(flags):
+        raise ValueError(f"invalid mode: {mode!r}")
+    if flags >= set("bt"):
+        raise ValueError("can't have text and binary mode at once")
+    if len(flags & set("rwxa")) != 1:
+        raise ValueError("must have exactly one of create/read/write/append mode")
+    raw_mode = "".join(sorted(flags - set("bt"), key="rwxa+".index))
+    _MODES[mode] = parsed = raw_mode, "b" not in flags, raw_mode != "r"
+    return parsed
 
 
 def _open_writer(
@@ -139,7 +147,8 @@ def _open_writer(
     else:
         entry = None if "r" in mode else _Entry()
         raw = _PacedFile(file, mode, closefd, opener)
-    raw.pacing = pacing
+    if pacing is not BALANCED:
+        raw.pacing = pacing
     if buffering > 1:
         raw.buffer_size = buffering
     kind = PacedRandom if "+" in mode else PacedWriter

@@ -337,7 +337,9 @@ class PacedWriter(_Buffered):
     _failed = False
     _inherited = False  # from the parent of this process
     _collected = False  # an outer file is garbage, and closes this one
+    _unbuffered = False
     _text: ref[io.TextIOWrapper] | None = None
+    _keep: object = None  # the caller's file object, whose descriptor this writes to
 
     def __init__(
         self,
@@ -350,11 +352,12 @@ class PacedWriter(_Buffered):
     ) -> None:
         self._sync = sync
         self._entry = entry
-        self._unbuffered = unbuffered
-        self._keep = keep  # the caller's file object, whose descriptor this writes to
-        self._reference = raw.owner = ref(self)
-        super().__init__(raw, self._make_buffer(raw))
-        _open_writers[id(self)] = self._reference
+        if unbuffered:
+            self._unbuffered = True
+        if keep is not None:
+            self._keep = keep
+        raw.owner = _open_writers[id(self)] = ref(self)
+        self._bind(raw, self._make_buffer(raw))
 
     @staticmethod
     def _make_buffer(raw: _PacedFile) -> io.BufferedWriter | io.BufferedRandom:
@@ -363,7 +366,7 @@ class PacedWriter(_Buffered):
     def _bind(self, raw: io.RawIOBase, buffer: Any) -> None:
         super()._bind(raw, buffer)
         if self._unbuffered:
-            self.__dict__.pop("write", None)
+            del self.__dict__["write"]
 
     @property
     def stats(self) -> WriteStats:
