@@ -214,13 +214,19 @@ static int64_t cold_length(const pio_window *p, int i) {
 	return hot ? r.len - p->page : r.len;
 }
 
+/* Starts the first `len` bytes of dirty range i as far as they reach in one window, or waits for a place to note it. */
+static int start_or_wait(pio_window *p, int i, int64_t len, pio_range *out) {
+	/* A ring full of emptied windows is empty after that, and there is nothing to wait for. */
+	if (p->started_count == PIO_WINDOWS && wait(p, out) == PIO_WAIT) return PIO_WAIT;
+	return start(p, i, len, out);
+}
+
 /* Starts the first dirty range, the hot page only on request. */
 static int start_any(pio_window *p, int hot_too, pio_range *out) {
 	for (int i = 0; i < p->dirty_count; i++) {
 		int64_t len = hot_too ? p->dirty[i].len : cold_length(p, i);
 		if (len <= 0) continue;
-		if (p->started_count == PIO_WINDOWS) return wait(p, out);
-		return start(p, i, len, out);
+		return start_or_wait(p, i, len, out);
 	}
 	return PIO_DONE;
 }
@@ -231,8 +237,7 @@ int pio_window_keep_up(pio_window *p, pio_range *out) {
 	for (int i = 0; i < p->dirty_count; i++) {
 		int64_t boundary = next_boundary(p, p->dirty[i].off);
 		if (boundary > p->dirty[i].off + cold_length(p, i)) continue;
-		if (p->started_count == PIO_WINDOWS) return wait(p, out);
-		return start(p, i, boundary - p->dirty[i].off, out);
+		return start_or_wait(p, i, boundary - p->dirty[i].off, out);
 	}
 	if (p->dirty_bytes >= p->window) p->draining = 1;
 	if (p->draining) {
