@@ -233,13 +233,15 @@ static int start_any(pio_window *p, int hot_too, pio_range *out) {
 
 /* After a write, until PIO_DONE: start the windows that are complete. */
 int pio_window_keep_up(pio_window *p, pio_range *out) {
+	int64_t cold = 0;
 	if (drop(p, out) == PIO_DROP) return PIO_DROP;
 	for (int i = 0; i < p->dirty_count; i++) {
 		int64_t boundary = next_boundary(p, p->dirty[i].off);
-		if (boundary > p->dirty[i].off + cold_length(p, i)) continue;
-		return start_or_wait(p, i, boundary - p->dirty[i].off, out);
+		if (boundary <= p->dirty[i].off + cold_length(p, i))
+			return start_or_wait(p, i, boundary - p->dirty[i].off, out);
+		cold += cold_length(p, i);
 	}
-	if (p->dirty_bytes >= p->window) p->draining = 1;
+	if (cold >= p->window) p->draining = 1;
 	if (p->draining) {
 		int action = start_any(p, 0, out);
 		if (action != PIO_DONE) return action;
