@@ -16,6 +16,7 @@ itself.
 from __future__ import annotations
 
 import io
+
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterator

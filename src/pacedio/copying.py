@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
 
 from pacedio._native import error, ffi, lib
 from pacedio.exceptions import SourceError
 
+TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
 

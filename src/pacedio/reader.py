@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import os
-from typing import TYPE_CHECKING, Any, ClassVar
 
 from pacedio import _native
 from pacedio._buffered import _Buffered
 
+TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any, ClassVar
 
 _ffi = _native.ffi
 _lib = _native.lib
