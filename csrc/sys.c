@@ -186,4 +186,8 @@ pio_sys pio_sys_table = {
 	.process = sys_process,
 };
 
-int64_t pio_page_size(void) { return (int64_t)sysconf(_SC_PAGESIZE); }
+int64_t pio_page_size(void) {
+	static int64_t size; /* sysconf(3) is no system call, but not free either */
+	if (size == 0) size = (int64_t)sysconf(_SC_PAGESIZE);
+	return size;
+}

@@ -172,6 +172,7 @@ static int keep_up(pio_writer *w) {
 
 /* Sleeps until the rate admits `n` bytes. -EINTR: a signal came first, and nothing was accepted. */
 static int keep_rate(pio_writer *w, int64_t n) {
+	if (w->control.rate == 0) return 0;
 	int64_t delay = pio_control_delay(&w->control, SYS.now(), n);
 	return delay > 0 ? SYS.sleep(delay) : 0;
 }
@@ -194,7 +195,7 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	if (written == -EINTR || written == -EAGAIN) return written;
 	if (written < 0) return fail(w, (int)written, 0);
 	w->stats.bytes += written;
-	pio_control_accepted(&w->control, SYS.now(), written);
+	if (w->control.rate != 0) pio_control_accepted(&w->control, SYS.now(), written);
 	if (!paces(w) || written == 0) return written;
 
 	if (w->appends) {
@@ -271,26 +272,23 @@ int pio_sync(pio_writer *w) {
 	return rc;
 }
 
-/* For a close without a sync: starts what is left, and waits for nothing. */
-int pio_start_rest(pio_writer *w) {
+/*
+ * Before the descriptor is closed: starts what is left, and waits for nothing. No call touches the descriptor after this
+ * one. Returns the error that the writer failed with, if any.
+ */
+int pio_writer_close(pio_writer *w) {
 	pio_range r;
-	int action, rc;
+	int action;
 
 	pthread_mutex_lock(&w->lock);
-	rc = refusal(w);
-	if (rc == 0 && decided(w) && paces(w))
+	int rc = refusal(w);
+	if (decided(w) && paces(w))
 		while (rc == 0 && (action = pio_window_start_rest(&w->plan, &r)) != PIO_DONE)
 			rc = carry_out(w, action, r, stall);
-	pthread_mutex_unlock(&w->lock);
-	return rc;
-}
-
-/* No call touches the descriptor after this one. */
-void pio_writer_close(pio_writer *w) {
-	pthread_mutex_lock(&w->lock);
 	w->closed = 1;
 	pio_engine_close(&w->engine);
 	pthread_mutex_unlock(&w->lock);
+	return rc;
 }
 
 void pio_writer_stats(pio_writer *w, pio_stats *out) {

@@ -145,7 +145,7 @@ def _open_writer(
             raise
         raw.name = file
     else:
-        entry = None if "r" in mode else _Entry()
+        entry = None if "r" in mode else _ENTRY
         raw = _PacedFile(file, mode, closefd, opener)
     if buffering > 1:
         raw.buffer_size = buffering
@@ -178,28 +178,28 @@ def wrap(fileobj: IO[bytes], pacing: Pacing | None = None, *, sync: bool = True)
     if isinstance(name := getattr(fileobj, "name", None), (str, bytes)):
         raw.name = name
     kind = PacedWriter if access == os.O_WRONLY else PacedRandom
-    return kind(raw, pacing or BALANCED, sync=sync, entry=_Entry(), keep=fileobj)
+    return kind(raw, pacing or BALANCED, sync=sync, entry=_ENTRY, keep=fileobj)
 
 
 # ---- names ------------------------------------------------------------------------------------------------------
 
 
 class _Entry:
-    """The directory entry of a file that may be new: made durable with the first sync."""
+    """The directory entry of a file that may be new: made durable with the first sync. It has no state of its own."""
 
     atomic = False
-    _durable = False
 
-    def synced(self, fd: int) -> None:
-        if not self._durable:
-            _sync_entry(fd)
-            self._durable = True
+    def sync(self, fd: int) -> None:
+        _sync_entry(fd)
 
     def commit(self, fd: int, *, durable: bool) -> None:
         pass
 
     def discard(self) -> None:
         pass
+
+
+_ENTRY = _Entry()
 
 
 def _sync_entry(fd: int) -> None:
@@ -306,7 +306,7 @@ class _Replacement:
         suffix = b"." + os.urandom(6).hex().encode() + b".tmp"
         return b"." + self._name[: _NAME_MAX - 1 - len(suffix)] + suffix
 
-    def synced(self, fd: int) -> None:
+    def sync(self, fd: int) -> None:
         pass  # no name yet
 
     def commit(self, fd: int, *, durable: bool) -> None:

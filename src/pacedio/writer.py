@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
         atomic: bool
 
-        def synced(self, fd: int) -> None: ...
+        def sync(self, fd: int) -> None: ...
         def commit(self, fd: int, *, durable: bool) -> None: ...
         def discard(self) -> None: ...
 
@@ -185,6 +185,11 @@ def _options(pacing: Pacing) -> Any:
 _BALANCED_OPTIONS = _options(BALANCED)
 
 
+_pio_write = lib.pio_write  # looked up once: they are called for every small file
+_from_buffer = ffi.from_buffer
+_EINTR = -errno.EINTR
+
+
 class _PacedFile(io.FileIO):
     """The unbuffered file: the descriptor, and the C writer that paces it once `pace` was called."""
 
@@ -210,13 +215,13 @@ class _PacedFile(io.FileIO):
             taken, self._untold = self._untold, 0
             self._accepted += taken
             return taken
-        view = ffi.from_buffer(data)
+        view = _from_buffer(data)
         if self.ignores_writes:
             return len(view)
-        code = -errno.EINTR
         try:
-            while code == -errno.EINTR:
-                code = lib.pio_write(self.native_writer, view, len(view))
+            code = _pio_write(self.native_writer, view, len(view))
+            while code == _EINTR:
+                code = _pio_write(self.native_writer, view, len(view))
         except BaseException:
             # A signal handler raised after the call had returned. Up to a buffer's worth comes from the
             # BufferedWriter, which will offer it again; more comes straight from a caller, who now knows that an
@@ -244,20 +249,19 @@ class _PacedFile(io.FileIO):
         return size
 
     def sync(self) -> None:
-        code = -errno.EINTR
-        while code == -errno.EINTR:
+        code = lib.pio_sync(self.native_writer)
+        while code == _EINTR:
             code = lib.pio_sync(self.native_writer)
         self.check(code)
 
-    def start_rest(self) -> None:
-        self.check(lib.pio_start_rest(self.native_writer))
-
     def close(self) -> None:
-        if self.is_parents:
+        """Start what was not started, and release the descriptor. Raise what made the writer fail."""
+        if self.is_parents or self.closed:
             return
-        if not self.closed:
-            lib.pio_writer_close(self.native_writer)
-            super().close()
+        code = lib.pio_writer_close(self.native_writer)
+        super().close()
+        if code < 0 and not self.ignores_writes:
+            self.refuse(code)
 
     @property
     def wrote(self) -> bool:
@@ -325,6 +329,7 @@ class PacedWriter(_Buffered):
     """
 
     _hot: ClassVar[tuple[str, ...]] = ("write",)
+    _buffer_kind: type[io.BufferedWriter | io.BufferedRandom] = io.BufferedWriter
     _raw: _PacedFile
 
     closed = False  # a plain attribute, because io.TextIOWrapper reads it at each write
@@ -332,6 +337,7 @@ class PacedWriter(_Buffered):
     _inherited = False  # from the parent of this process
     _collected = False  # an outer file is garbage, and closes this one
     _unbuffered = False
+    _entry_synced = False
     _text: ref[io.TextIOWrapper] | None = None
     _keep: object = None  # the caller's file object, whose descriptor this writes to
 
@@ -350,19 +356,11 @@ class PacedWriter(_Buffered):
         self._entry = entry
         if unbuffered:
             self._unbuffered = True
+            self._taken = ()  # type: ignore[misc]  # write has more to do than the buffer's
         if keep is not None:
             self._keep = keep
         raw.owner = _open_writers[id(self)] = ref(self)
-        self._bind(raw, self._make_buffer(raw))
-
-    @staticmethod
-    def _make_buffer(raw: _PacedFile) -> io.BufferedWriter | io.BufferedRandom:
-        return io.BufferedWriter(raw, raw.buffer_size)
-
-    def _bind(self, raw: io.RawIOBase, buffer: Any) -> None:
-        super()._bind(raw, buffer)
-        if self._unbuffered:
-            del self.__dict__["write"]
+        self._bind(raw, self._buffer_kind(raw, raw.buffer_size))
 
     @property
     def stats(self) -> WriteStats:
@@ -389,8 +387,9 @@ class PacedWriter(_Buffered):
         """
         self.flush()
         self._raw.sync()
-        if self._entry is not None:
-            self._entry.synced(self._raw.fileno())
+        if self._entry is not None and not self._entry_synced:
+            self._entry.sync(self._raw.fileno())
+            self._entry_synced = True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Move the position to `offset` bytes from the start (`whence` 0), the position (1) or the end (2), and
@@ -425,22 +424,21 @@ class PacedWriter(_Buffered):
         """
         if self.closed:
             return
-        if "_finalizing" in self.__dict__ or self._collected or self._buffer.closed:
-            # Garbage promises nothing: the buffer, collected next, hands its bytes to the kernel as io's do.
-            if self._entry is not None and self._entry.atomic:
-                self._abandon()
-            else:
-                self._forget()
-                if self._collected:
-                    self._buffer.close()
+        atomic = self._entry is not None and self._entry.atomic
+        # Garbage promises nothing: its bytes go to the kernel as those of io's files do.
+        garbage = self._finalizing or self._collected or self._buffer.closed
+        if garbage and atomic:
+            self._abandon()
+            return
+        if garbage or not (self._sync or atomic):
+            self._forget()
+            if not self._finalizing:  # else the buffer is collected next
+                self._buffer.close()
             return
         try:
             self._buffer.flush()
-            if not self._inherited or self._raw.wrote:
-                if self._sync:
-                    self.sync()
-                else:
-                    self._raw.start_rest()
+            if self._sync and (not self._inherited or self._raw.wrote):
+                self.sync()
             if self._entry is not None:
                 self._entry.commit(self._raw.fileno(), durable=self._sync)
         except BaseException:
@@ -472,9 +470,6 @@ class PacedWriter(_Buffered):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave(kind)
-
-    def _leave(self, kind: type[BaseException] | None) -> None:
         if kind is None:
             self.close()
         elif self._entry is not None and self._entry.atomic:
@@ -521,7 +516,7 @@ class PacedWriter(_Buffered):
         self._failed = False
         if self._entry is not None and self._entry.atomic:
             self._entry = None  # the parent's to commit or discard
-        self._bind(raw, self._make_buffer(raw))
+        self._bind(raw, self._buffer_kind(raw, raw.buffer_size))
 
         text = self._text() if self._text is not None else None
         if text is not None:
@@ -534,11 +529,8 @@ class PacedRandom(PacedWriter):
     """A PacedWriter that also reads: what the modes with "+" return, as io.BufferedRandom. Reading is not paced."""
 
     _hot = ("write", "peek", "read", "read1", "readinto", "readinto1", "readline", "readlines")
+    _buffer_kind = io.BufferedRandom
     _buffer: io.BufferedRandom
-
-    @staticmethod
-    def _make_buffer(raw: _PacedFile) -> io.BufferedRandom:
-        return io.BufferedRandom(raw, raw.buffer_size)
 
     def peek(self, size: int = 0, /) -> bytes:
         """Return bytes ahead without moving the position."""
