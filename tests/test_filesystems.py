@@ -40,6 +40,7 @@ ENGINES = {
     "tmpfs": {"none"},
     "fuse": {"datasync"},
 }
+LARGEST_FOLIO = 2 * MIB
 AS_GOOD_AS_IT_GETS = {"ext4", "xfs", "btrfs", "btrfs-compressed"}
 
 
@@ -359,6 +360,40 @@ def test_a_reader_leaves_the_page_cache_as_it_found_it(mounts: Mounts, kind: str
         with pacedio.open(path, "rb") as reader:
             assert hashlib.sha256(reader.read()).digest() == hashlib.sha256(source()).digest()
         assert before <= resident(path) <= before + MIB // PAGE
+
+
+def edit_in_the_middle(path: Path) -> object:
+    with pacedio.open(path, "r+b") as f:
+        f.seek(5 * MIB + 7)
+        f.write(source()[: 10 * MIB])
+    return f
+
+
+def add_at_the_end(path: Path) -> object:
+    with pacedio.open(path, "ab") as f:
+        f.write(source()[: 10 * MIB])
+    return f
+
+
+@pytest.mark.parametrize("change", [edit_in_the_middle, add_at_the_end], ids=lambda change: change.__name__)
+def test_a_cached_file_is_changed_without_long_stalls(
+    request: pytest.FixtureRequest, file_system: FileSystem, change: Callable[[Path], Any]
+) -> None:
+    """Its pages lie in large folios that begin before the window or end after it, and are not dropped with it."""
+    if file_system.kind == "overlayfs" and change is edit_in_the_middle:
+        reason = "advice does not drop a folio that is larger than the window, and 5 s of patience pass"
+        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
+    path = file_system.directory / "file"
+    path.write_bytes(source()[: 32 * MIB + 10_001])
+    with builtins.open(path, "rb") as f:
+        os.fdatasync(f.fileno())
+    with observed(file_system.pages(path)) as seen:
+        stats = change(path).stats
+    assert stats.longest_stall_seconds < 0.5
+    assert stats.sync_seconds < 0.5
+    assert stats.engine in ENGINES[file_system.kind]
+    # The kernel counts a folio as dirty as a whole, of which only the blocks that were written go to the disk.
+    assert seen["most"] <= most_allowed(file_system.kind) + 2 * LARGEST_FOLIO
 
 
 # ---- atomic files ------------------------------------------------------------------------------------------------
