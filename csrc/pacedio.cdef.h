@@ -204,6 +204,7 @@ typedef struct pio_reader pio_reader;
 
 pio_reader *pio_reader_new(int fd, int64_t window, int64_t ahead);
 int64_t pio_read(pio_reader *r, void *buf, size_t n);
+int64_t pio_left(pio_reader *r);
 void pio_reader_close(pio_reader *r);
 void pio_reader_free(pio_reader *r);
 

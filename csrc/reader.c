@@ -118,18 +118,24 @@ static int record(pio_reader *r) {
 	return 0;
 }
 
+/* Asks for the size. Returns whether the file can be recorded. */
+static int look(pio_reader *r) {
+	pio_status status;
+	if (SYS.status(r->fd, &status) < 0 || !S_ISREG(status.mode)) {
+		be_plain(r);
+		return 0;
+	}
+	r->size = (int64_t)status.size;
+	return 1;
+}
+
 /* Records and asks for what a read of `n` bytes at `pos` is about to touch. Returns how many of them to read now. */
 static int64_t prepare(pio_reader *r, int64_t pos, int64_t n) {
 	int64_t end, reach;
-	if (n > r->size - pos) {
-		pio_status status;
-		if (SYS.status(r->fd, &status) < 0 || !S_ISREG(status.mode)) {
-			be_plain(r);
-			return n;
-		}
-		r->size = (int64_t)status.size;
-		if (pos >= r->size) return n;
-	}
+	/* At the end as last seen, a read is expected to find nothing; if it does, the next one asks again. */
+	if (pos == r->size && pos > 0) return n;
+	if (n > r->size - pos && !look(r)) return n;
+	if (pos >= r->size) return n;
 	if (pos < r->begin) drop_all(r);
 	drop_passed(r, pos);
 	if (r->count == 0) r->begin = pos - pos % r->window;
@@ -193,6 +199,15 @@ int64_t pio_read(pio_reader *r, void *buf, size_t n) {
 	return got;
 }
 
+/* How many bytes there are up to the end of the file, as far as that is known: 0 for a pipe, or in /proc. */
+int64_t pio_left(pio_reader *r) {
+	int64_t left = 0;
+	if (atomic_flag_test_and_set_explicit(&r->busy, memory_order_acquire)) return 0;
+	if (!r->plain && look(r)) left = r->size - SYS.lseek(r->fd, 0, SEEK_CUR);
+	atomic_flag_clear_explicit(&r->busy, memory_order_release);
+	return left > 0 ? left : 0;
+}
+
 /* `window` is made a whole number of pages; `ahead` is at most how many bytes are asked for from the kernel ahead of
  * the position, and at least a window. The descriptor stays the caller's. NULL: no memory. */
 pio_reader *pio_reader_new(int fd, int64_t window, int64_t ahead) {
@@ -212,12 +227,14 @@ pio_reader *pio_reader_new(int fd, int64_t window, int64_t ahead) {
 	return r;
 }
 
-/* Drops what was read ahead and what was read last. To be called while the descriptor is still open; what is read
- * afterwards is read plainly. */
+/* Drops what was read ahead and what was read last. To be called while the descriptor is still open; reads are -EBADF
+ * afterwards. */
 void pio_reader_close(pio_reader *r) {
-	if (atomic_flag_test_and_set_explicit(&r->busy, memory_order_acquire)) return;
-	be_plain(r);
-	atomic_flag_clear_explicit(&r->busy, memory_order_release);
+	if (!atomic_flag_test_and_set_explicit(&r->busy, memory_order_acquire)) {
+		be_plain(r);
+		atomic_flag_clear_explicit(&r->busy, memory_order_release);
+	}
+	r->fd = -1;
 }
 
 void pio_reader_free(pio_reader *r) { free(r); }

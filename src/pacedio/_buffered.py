@@ -16,12 +16,13 @@ itself.
 from __future__ import annotations
 
 import io
+
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, ClassVar, NoReturn
 
-    Buffer = io.BufferedReader | io.BufferedWriter | io.BufferedRandom
+    Buffer = io.BufferedReader[Any] | io.BufferedWriter[Any] | io.BufferedRandom
 
 
 class _Buffered(io.BufferedIOBase):
@@ -44,8 +45,9 @@ class _Buffered(io.BufferedIOBase):
     def _bind(self, raw: io.RawIOBase, buffer: Buffer) -> None:
         self._raw = raw
         self._buffer = buffer
+        taken = self.__dict__
         for name in self._taken:
-            self.__dict__[name] = getattr(buffer, name)
+            taken[name] = getattr(buffer, name)
 
     @property
     def raw(self) -> io.RawIOBase:

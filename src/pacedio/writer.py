@@ -33,7 +33,7 @@ from pacedio.pacing import BALANCED, Pacing, format_size
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from types import TracebackType
-    from typing import Any, NoReturn, Protocol
+    from typing import Any, ClassVar, NoReturn, Protocol
 
     from _typeshed import ReadableBuffer as Buffer
     from _typeshed import WriteableBuffer
@@ -186,26 +186,24 @@ _BALANCED_OPTIONS = _options(BALANCED)
 
 
 class _PacedFile(io.FileIO):
-    """The unbuffered file: the descriptor, and the C writer that paces it, made at the first write."""
+    """The unbuffered file: the descriptor, and the C writer that paces it once `pace` was called."""
 
-    pacing: Pacing = BALANCED
+    pacing: Pacing
     buffer_size = CHUNK
     owner: ref[PacedWriter] | None = None
     ignores_writes = False  # takes and forgets what is written
     is_parents = False  # the descriptor has a new owner in this process
 
-    _writer: Any = None
+    native_writer: Any
     _accepted = 0  # bytes that pio_write took and the caller was told of
     _untold = 0  # bytes that it took and the BufferedWriter will offer again
 
-    def native_writer(self) -> Any:
-        if self._writer is None:
-            options = _BALANCED_OPTIONS if self.pacing is BALANCED else _options(self.pacing)
-            pointer = lib.pio_writer_new(self.fileno(), options)
-            if not pointer:
-                raise MemoryError
-            self._writer = ffi.gc(pointer, lib.pio_writer_free)
-        return self._writer
+    def pace(self, pacing: Pacing) -> None:
+        self.pacing = pacing
+        pointer = lib.pio_writer_new(self.fileno(), _BALANCED_OPTIONS if pacing is BALANCED else _options(pacing))
+        if not pointer:
+            raise MemoryError
+        self.native_writer = ffi.gc(pointer, lib.pio_writer_free)
 
     def write(self, data: Buffer, /) -> int | None:  # type: ignore[override]
         if self._untold:
@@ -215,11 +213,10 @@ class _PacedFile(io.FileIO):
         view = ffi.from_buffer(data)
         if self.ignores_writes:
             return len(view)
-        writer = self._writer or self.native_writer()
         code = -errno.EINTR
         try:
             while code == -errno.EINTR:
-                code = lib.pio_write(writer, view, len(view))
+                code = lib.pio_write(self.native_writer, view, len(view))
         except BaseException:
             # A signal handler raised after the call had returned. Up to a buffer's worth comes from the
             # BufferedWriter, which will offer it again; more comes straight from a caller, who now knows that an
@@ -229,38 +226,38 @@ class _PacedFile(io.FileIO):
                 self._untold = taken
             else:
                 self._accepted += taken
+            # The BufferedWriter's memory must not be kept by a traceback: Python 3.10 crashes when it outlives it.
+            del data, view
             raise
         if code < 0:
+            del data, view
             if code == -errno.EAGAIN:
                 return None
             self.refuse(code)
         self._accepted += code
-        return code  # type: ignore[no-any-return]
+        return code
 
     def truncate(self, size: int | None = None, /) -> int:
         if size is None:
             size = self.tell()
-        if self._writer is None:
-            return super().truncate(size)
-        self.check(lib.pio_truncate(self._writer, size))
+        self.check(lib.pio_truncate(self.native_writer, size))
         return size
 
     def sync(self) -> None:
         code = -errno.EINTR
         while code == -errno.EINTR:
-            code = lib.pio_sync(self.native_writer())
+            code = lib.pio_sync(self.native_writer)
         self.check(code)
 
     def start_rest(self) -> None:
-        if self._writer is not None:
-            self.check(lib.pio_start_rest(self._writer))
+        self.check(lib.pio_start_rest(self.native_writer))
 
     def close(self) -> None:
         if self.is_parents:
             return
-        if self._writer is not None:
-            lib.pio_writer_close(self._writer)
-        super().close()
+        if not self.closed:
+            lib.pio_writer_close(self.native_writer)
+            super().close()
 
     @property
     def wrote(self) -> bool:
@@ -268,7 +265,7 @@ class _PacedFile(io.FileIO):
 
     def raw_stats(self) -> Any:
         stats = ffi.new("pio_stats *")
-        lib.pio_writer_stats(self._writer, stats)
+        lib.pio_writer_stats(self.native_writer, stats)
         return stats
 
     def check(self, code: int) -> None:
@@ -277,7 +274,7 @@ class _PacedFile(io.FileIO):
 
     def refuse(self, code: int) -> NoReturn:
         """Raise the error that the C side returned; if the writer failed with it, let every later call find out."""
-        if self._writer is not None and self.raw_stats().error:
+        if self.raw_stats().error:
             owner = self.owner() if self.owner is not None else None
             if owner is not None:
                 owner._has_failed()
@@ -289,10 +286,7 @@ class _PacedFile(io.FileIO):
         return _native.error(-stats.error, self.name, WritebackError if stats.late else OSError)
 
     def stats(self) -> WriteStats:
-        if self._writer is None:
-            raw = ffi.new("pio_stats *", {"limit": self.pacing.limit, "verified_dirty_pages": -1})
-        else:
-            raw = self.raw_stats()
+        raw = self.raw_stats()
         reason = _REASONS[raw.reason]
         if raw.engine == lib.PIO_UNDECIDED:
             reason = "no window was filled"
@@ -330,10 +324,10 @@ class PacedWriter(_Buffered):
     not written yet is the parent's to write.
     """
 
-    _hot = ("write",)
+    _hot: ClassVar[tuple[str, ...]] = ("write",)
     _raw: _PacedFile
 
-    closed = False  # type: ignore[assignment]  # a plain attribute, because io.TextIOWrapper reads it at each write
+    closed = False  # a plain attribute, because io.TextIOWrapper reads it at each write
     _failed = False
     _inherited = False  # from the parent of this process
     _collected = False  # an outer file is garbage, and closes this one
@@ -344,12 +338,14 @@ class PacedWriter(_Buffered):
     def __init__(
         self,
         raw: _PacedFile,
+        pacing: Pacing,
         *,
         sync: bool = True,
         entry: Entry | None = None,
         unbuffered: bool = False,
         keep: object = None,
     ) -> None:
+        raw.pace(pacing)
         self._sync = sync
         self._entry = entry
         if unbuffered:
@@ -505,7 +501,7 @@ class PacedWriter(_Buffered):
     def _native_writer(self) -> Any:
         """The C writer, with nothing left in the user-space buffer, for those who write through it directly."""
         self.flush()
-        return self._raw.native_writer()
+        return self._raw.native_writer
 
     def _start_anew(self) -> None:
         """Make this the child's file."""
@@ -519,7 +515,8 @@ class PacedWriter(_Buffered):
         # On a descriptor, "w" does not truncate, and "a" would move the parent's position.
         raw = _PacedFile(parents.fileno(), "rb+" if parents.readable() else "wb", closefd=parents.closefd)
         raw.name = parents.name
-        raw.pacing, raw.buffer_size, raw.owner = parents.pacing, parents.buffer_size, parents.owner
+        raw.buffer_size, raw.owner = parents.buffer_size, parents.owner
+        raw.pace(parents.pacing)
         self._inherited = True
         self._failed = False
         if self._entry is not None and self._entry.atomic:
@@ -573,7 +570,7 @@ class PacedRandom(PacedWriter):
         self._check()
         return self._buffer.readline(size)
 
-    def readlines(self, hint: int | None = -1, /) -> list[bytes]:
+    def readlines(self, hint: int = -1, /) -> list[bytes]:
         """Read the lines that are left, about `hint` bytes of them."""
         self._check()
         return self._buffer.readlines(hint)
@@ -582,8 +579,8 @@ class PacedRandom(PacedWriter):
 class PacedTextWriter(io.TextIOWrapper):
     """The io.TextIOWrapper over a PacedWriter that text modes return, with the writer's `stats` and `sync`."""
 
-    buffer: PacedWriter  # type: ignore[assignment]
-    closed = False  # type: ignore[assignment]  # as in PacedWriter
+    buffer: PacedWriter
+    closed = False  # as in PacedWriter
 
     def __init__(self, buffer: PacedWriter, **arguments: Any) -> None:
         super().__init__(buffer, **arguments)
