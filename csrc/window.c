@@ -53,10 +53,12 @@ static int64_t page_ceiling(const pio_window *p, int64_t off) {
 }
 
 void pio_window_init(pio_window *p, int64_t page, int64_t window, int64_t limit) {
-	memset(p, 0, sizeof *p);
+	pio_window_clear(p); /* the arrays hold nothing yet: small files must not pay for clearing them */
 	p->page = page;
 	p->window = window;
 	p->limit = limit;
+	p->position = p->most_in_flight = 0;
+	p->starts = 0;
 }
 
 void pio_window_clear(pio_window *p) {

@@ -295,7 +295,7 @@ void pio_writer_stats(pio_writer *w, pio_stats *out) {
 	pthread_mutex_lock(&w->lock);
 	*out = w->stats;
 	out->in_flight = paces(w) ? w->plan.dirty_bytes + w->plan.started_bytes : 0;
-	out->most_in_flight = w->plan.most_in_flight;
+	out->most_in_flight = paces(w) ? w->plan.most_in_flight : 0;
 	out->limit = w->control.limit;
 	out->verified_dirty_pages = w->engine.verified_dirty_pages;
 	out->engine = w->engine.kind;

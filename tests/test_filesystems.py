@@ -394,13 +394,8 @@ def add_at_the_end(path: Path) -> object:
 
 
 @pytest.mark.parametrize("change", [edit_in_the_middle, add_at_the_end], ids=lambda change: change.__name__)
-def test_a_cached_file_is_changed_without_long_stalls(
-    request: pytest.FixtureRequest, file_system: FileSystem, change: Callable[[Path], Any]
-) -> None:
+def test_a_cached_file_is_changed_without_long_stalls(file_system: FileSystem, change: Callable[[Path], Any]) -> None:
     """Its pages lie in large folios that begin before the window or end after it, and are not dropped with it."""
-    if file_system.kind == "overlayfs" and change is edit_in_the_middle:
-        reason = "advice does not drop a folio that is larger than the window, and 5 s of patience pass"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
     path = file_system.directory / "file"
     path.write_bytes(source()[: 32 * MIB + 10_001])
     with builtins.open(path, "rb") as f:

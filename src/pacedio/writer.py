@@ -66,7 +66,6 @@ _REASONS = {
     lib.PIO_CALL_FAILED: "the better engine's call failed",
     lib.PIO_STACKED: "written pages are cached in another file's mapping",
     lib.PIO_STAYED_DIRTY: "the better engine's wait leaves pages dirty here",
-    lib.PIO_STAYED: "advised pages stay in the page cache, another process may map them",
     lib.PIO_KNOWN_TYPE: "the file system's type decided",
     lib.PIO_KEEP_CACHE: "the better engine cannot keep pages cached",
     lib.PIO_NO_MAPPING: "the better engine has to read the file",
