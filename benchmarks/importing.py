@@ -1,7 +1,11 @@
-"""What `import pacedio` costs: `python -c 'import pacedio'` against `python -c pass`, taking turns."""
+"""What `import pacedio` costs: `python -c 'import pacedio'` against `python -c pass`, taking turns.
+
+With bytecode cached, as an installed package has it, whatever PYTHONDONTWRITEBYTECODE says here.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -13,11 +17,12 @@ from common import Targets
 COMMANDS = {"pass": "pass", "import pacedio": "import pacedio"}
 UNWANTED = ("anyio", "rich", "argparse", "logging")
 MOST = 1.7
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def seconds(code: str) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True, stdin=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", code], check=True, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
     return time.perf_counter() - began
 
 

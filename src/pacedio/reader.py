@@ -87,9 +87,10 @@ class RawReader(io.FileIO):
         target = io.BytesIO(bytes(left + 1 if left else _BUFFER))
         filled = 0
         while True:
-            with target.getbuffer() as whole, whole[filled:] as rest:
-                got = self.readinto(rest)
-                room = len(rest)
+            whole = target.getbuffer()
+            room = len(whole) - filled
+            got = self.readinto(whole[filled:])
+            del whole  # BytesIO cannot be resized while somebody holds its buffer
             if got is None and filled == 0:
                 return None  # type: ignore[return-value]
             filled += got or 0
