@@ -213,8 +213,8 @@ def main() -> None:
         make_source(source, a.size)
         runs: dict[str, list[Run]] = {name: [] for name in names}
         for number, name in common.interleaved(names, a.repeat):
-            common.settle(a.settle)
             drop_caches()
+            common.settle(a.settle)
             run = measure(METHODS[name], base, source, a.size)
             runs[name].append(run)
             common.progress(f"round {number + 1}: {METHODS[name].title}: {run['total_seconds']:.2f} s")
