@@ -239,7 +239,7 @@ class _PacedFile(io.FileIO):
                 return None
             self.refuse(code)
         self._accepted += code
-        return code
+        return int(code)
 
     def truncate(self, size: int | None = None, /) -> int:
         if size is None:
