@@ -190,7 +190,10 @@ _EINTR = -errno.EINTR
 
 
 class _PacedFile(io.FileIO):
-    """The unbuffered file: the descriptor, and the C writer that paces it once `pace` was called."""
+    """The unbuffered file: the descriptor, and the C writer that paces it.
+
+    The C writer is made when it is first needed. The one write of a small file, at its close, does not need it.
+    """
 
     pacing: Pacing
     buffer_size = CHUNK
@@ -198,29 +201,40 @@ class _PacedFile(io.FileIO):
     ignores_writes = False  # takes and forgets what is written
     is_parents = False  # the descriptor has a new owner in this process
 
-    native_writer: Any
+    is_closing = False  # without a sync: what is written now is the last
+    native_writer: Any = None
+    _error: OSError | None = None  # of a write without a C writer
     _accepted = 0  # bytes that pio_write took and the caller was told of
     _untold = 0  # bytes that it took and the BufferedWriter will offer again
 
-    def pace(self, pacing: Pacing) -> None:
-        self.pacing = pacing
-        pointer = lib.pio_writer_new(self.fileno(), _BALANCED_OPTIONS if pacing is BALANCED else _options(pacing))
-        if not pointer:
-            raise MemoryError
-        self.native_writer = ffi.gc(pointer, lib.pio_writer_free)
+    def paced(self) -> Any:
+        """The C writer."""
+        if self.native_writer is None:
+            options = _BALANCED_OPTIONS if self.pacing is BALANCED else _options(self.pacing)
+            pointer = lib.pio_writer_new(self.fileno(), options)
+            if not pointer:
+                raise MemoryError
+            # Another thread may come here at the same time, and one of the two counts.
+            self.__dict__.setdefault("native_writer", ffi.gc(pointer, lib.pio_writer_free))
+        return self.native_writer
 
     def write(self, data: Buffer, /) -> int | None:  # type: ignore[override]
         if self._untold:
             taken, self._untold = self._untold, 0
             self._accepted += taken
             return taken
+        writer = self.native_writer
+        if writer is None and self.is_closing and self.buffer_size < self.pacing.window and self.pacing.rate is None:
+            return self._write_all_there_is(data)
         view = _from_buffer(data)
         if self.ignores_writes:
             return len(view)
+        if writer is None:
+            writer = self.paced()
         try:
-            code = _pio_write(self.native_writer, view, len(view))
+            code = _pio_write(writer, view, len(view))
             while code == _EINTR:
-                code = _pio_write(self.native_writer, view, len(view))
+                code = _pio_write(writer, view, len(view))
         except BaseException:
             # A signal handler raised after the call had returned. Up to a buffer's worth comes from the
             # BufferedWriter, which will offer it again; more comes straight from a caller, who now knows that an
@@ -241,23 +255,34 @@ class _PacedFile(io.FileIO):
         self._accepted += code
         return int(code)
 
+    def _write_all_there_is(self, data: Buffer) -> int | None:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            del data
+            error.filename = self.name
+            self._error = error.with_traceback(None)
+            raise
+        self._accepted += written or 0
+        return written
+
     def truncate(self, size: int | None = None, /) -> int:
         if size is None:
             size = self.tell()
-        self.check(lib.pio_truncate(self.native_writer, size))
+        self.check(lib.pio_truncate(self.paced(), size))
         return size
 
     def sync(self) -> None:
-        code = lib.pio_sync(self.native_writer)
+        code = lib.pio_sync(self.paced())
         while code == _EINTR:
-            code = lib.pio_sync(self.native_writer)
+            code = lib.pio_sync(self.paced())
         self.check(code)
 
     def close(self) -> None:
         """Start what was not started, and release the descriptor. Raise what made the writer fail."""
         if self.is_parents or self.closed:
             return
-        code = lib.pio_writer_close(self.native_writer)
+        code = 0 if self.native_writer is None else lib.pio_writer_close(self.native_writer)
         super().close()
         if code < 0 and not self.ignores_writes:
             self.refuse(code)
@@ -268,7 +293,12 @@ class _PacedFile(io.FileIO):
 
     def raw_stats(self) -> Any:
         stats = ffi.new("pio_stats *")
-        lib.pio_writer_stats(self.native_writer, stats)
+        if self.native_writer is not None:
+            lib.pio_writer_stats(self.native_writer, stats)
+        else:
+            stats.bytes = self._accepted
+            stats.limit = self.pacing.limit
+            stats.verified_dirty_pages = -1
         return stats
 
     def check(self, code: int) -> None:
@@ -308,7 +338,7 @@ class _PacedFile(io.FileIO):
             longest_stall_seconds=raw.longest_stall_ns / 1e9,
             sync_seconds=raw.sync_ns / 1e9,
             verified_dirty_pages=None if raw.verified_dirty_pages < 0 else raw.verified_dirty_pages,
-            error=self.error() if raw.error else None,
+            error=self.error() if raw.error else self._error,
         )
 
 
@@ -350,7 +380,7 @@ class PacedWriter(_Buffered):
         unbuffered: bool = False,
         keep: object = None,
     ) -> None:
-        raw.pace(pacing)
+        raw.pacing = pacing
         self._sync = sync
         self._entry = entry
         if unbuffered:
@@ -432,6 +462,7 @@ class PacedWriter(_Buffered):
         if garbage or not (self._sync or atomic):
             self._forget()
             if not self._finalizing:  # else the buffer is collected next
+                self._raw.is_closing = True
                 self._buffer.close()
             return
         try:
@@ -495,7 +526,7 @@ class PacedWriter(_Buffered):
     def _native_writer(self) -> Any:
         """The C writer, with nothing left in the user-space buffer, for those who write through it directly."""
         self.flush()
-        return self._raw.native_writer
+        return self._raw.paced()
 
     def _start_anew(self) -> None:
         """Make this the child's file."""
@@ -509,8 +540,7 @@ class PacedWriter(_Buffered):
         # On a descriptor, "w" does not truncate, and "a" would move the parent's position.
         raw = _PacedFile(parents.fileno(), "rb+" if parents.readable() else "wb", closefd=parents.closefd)
         raw.name = parents.name
-        raw.buffer_size, raw.owner = parents.buffer_size, parents.owner
-        raw.pace(parents.pacing)
+        raw.pacing, raw.buffer_size, raw.owner = parents.pacing, parents.buffer_size, parents.owner
         self._inherited = True
         self._failed = False
         if self._entry is not None and self._entry.atomic:
