@@ -383,7 +383,7 @@ static int wait_advised(pio_engine *e, pio_range r) {
 		}
 		if (rc < 0 || SYS.now() >= give_up) {
 			move_down(e, rc < 0 ? PIO_CALL_FAILED : PIO_STAYED, -(rc < 0 ? rc : 0));
-			return sync_data(e);
+			return 0;
 		}
 		SYS.sleep(POLL_NS);
 	}
