@@ -32,6 +32,7 @@ from pacedio.pacing import BALANCED, Pacing, format_size
 
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
     from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -539,6 +540,11 @@ class PacedRandom(PacedWriter):
     @staticmethod
     def _make_buffer(raw: _PacedFile) -> io.BufferedRandom:
         return io.BufferedRandom(raw, raw.buffer_size)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Return an iterator over the lines."""
+        self._check()
+        return super().__iter__()
 
     def peek(self, size: int = 0, /) -> bytes:
         """Return bytes ahead without moving the position."""
