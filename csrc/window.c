@@ -98,6 +98,11 @@ int64_t pio_window_room(const pio_window *p, int64_t off) {
 	return most(least(counted + unused, to_boundary(p, off)), 0);
 }
 
+/* Will the next write need room to be made, unless it goes where pages are dirty already? */
+int pio_window_is_full(const pio_window *p) {
+	return p->dirty_count == PIO_RANGES || p->limit - in_flight(p) < p->page;
+}
+
 /* `len` bytes (more than 0) were written at `off`. */
 void pio_window_wrote(pio_window *p, int64_t off, int64_t len) {
 	int64_t low = page_floor(p, off), high = page_ceiling(p, off + len);

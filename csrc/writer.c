@@ -79,15 +79,18 @@ static int paces(const pio_writer *w) { return w->engine.kind != PIO_NONE; }
 
 static int decided(const pio_writer *w) { return w->engine.kind != PIO_UNDECIDED; }
 
+static int choose(pio_writer *w) {
+	int rc = pio_engine_choose(&w->engine, w->options.engine, w->last);
+	if (!paces(w)) pio_window_clear(&w->plan);
+	return rc;
+}
+
 static int start(pio_writer *w, pio_range r) {
 	if (!decided(w)) {
-		int rc = pio_engine_choose(&w->engine, w->options.engine, w->last);
+		int rc = choose(w);
 		if (rc < 0) return rc;
 	}
-	if (!paces(w)) {
-		pio_window_clear(&w->plan);
-		return 0;
-	}
+	if (!paces(w)) return 0;
 	w->stats.windows++;
 	return pio_engine_start(&w->engine, r);
 }
@@ -207,7 +210,11 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	w->last.len = (off + written + page - 1) / page * page - w->last.off;
 	pio_window_wrote(&w->plan, off, written);
 	rc = keep_up(w);
-	return rc < 0 ? rc : written;
+	if (rc < 0) return rc;
+	/* An engine is verified right after a write. By the time that room is made, the kernel may have written these pages
+	 * back, or the caller may have truncated the file before them. */
+	if (!decided(w) && pio_window_is_full(&w->plan) && (rc = choose(w)) < 0) return fail(w, rc, 1);
+	return written;
 }
 
 /*

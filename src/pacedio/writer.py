@@ -32,6 +32,7 @@ from pacedio.pacing import BALANCED, Pacing, format_size
 
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
     from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -560,6 +561,11 @@ class PacedRandom(PacedWriter):
     _hot = ("write", "peek", "read", "read1", "readinto", "readinto1", "readline", "readlines")
     _buffer_kind = io.BufferedRandom
     _buffer: io.BufferedRandom
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Return an iterator over the lines."""
+        self._check()
+        return super().__iter__()
 
     def peek(self, size: int = 0, /) -> bytes:
         """Return bytes ahead without moving the position."""
