@@ -20,12 +20,17 @@ import io
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any, ClassVar, NoReturn
+    from typing import Any, BinaryIO, ClassVar, NoReturn
 
     Buffer = io.BufferedReader[Any] | io.BufferedWriter[Any] | io.BufferedRandom
 
+    class _Base(io.BufferedIOBase, BinaryIO):  # typeshed's io classes are both
+        pass
+else:
+    _Base = io.BufferedIOBase
 
-class _Buffered(io.BufferedIOBase):
+
+class _Buffered(_Base):
     """A binary file over `buffer`, which is over `raw`. Subclasses name in `_hot` the methods that instances take
     over from the buffer, and define every one of them as a plain delegate.
     """

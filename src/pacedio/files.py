@@ -15,11 +15,128 @@ from pacedio.writer import PacedRandom, PacedTextWriter, PacedWriter, _PacedFile
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import IO, Any
+    from typing import IO, Any, Literal, TypeAlias, overload
+
+    from _typeshed import OpenBinaryModeUpdating, OpenBinaryModeWriting, OpenTextModeUpdating, OpenTextModeWriting
+    from _typeshed import OpenTextModeReading as ReadingText
+
+    File: TypeAlias = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
+    Opener: TypeAlias = Callable[[Any, int], int]
+    ReadingBinary: TypeAlias = Literal["rb", "br"]
+else:
+
+    def overload(function):  # what typing's does at run time
+        return function
+
 
 _NAME_MAX = 255  # bytes, on every file system that Linux has
 
 
+@overload
+def open(
+    file: File,
+    mode: OpenTextModeWriting | OpenTextModeUpdating,
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    opener: Opener | None = None,
+    *,
+    pacing: Pacing | None = None,
+    sync: bool = True,
+    atomic: bool = False,
+) -> PacedTextWriter: ...
+@overload
+def open(
+    file: File,
+    mode: ReadingText = "r",
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    opener: Opener | None = None,
+    *,
+    pacing: Pacing | None = None,
+    sync: bool = True,
+    atomic: bool = False,
+) -> io.TextIOWrapper: ...
+@overload
+def open(
+    file: File,
+    mode: OpenBinaryModeUpdating,
+    buffering: int = -1,
+    encoding: None = None,
+    errors: None = None,
+    newline: None = None,
+    closefd: bool = True,
+    opener: Opener | None = None,
+    *,
+    pacing: Pacing | None = None,
+    sync: bool = True,
+    atomic: bool = False,
+) -> PacedRandom: ...
+@overload
+def open(
+    file: File,
+    mode: OpenBinaryModeWriting,
+    buffering: int = -1,
+    encoding: None = None,
+    errors: None = None,
+    newline: None = None,
+    closefd: bool = True,
+    opener: Opener | None = None,
+    *,
+    pacing: Pacing | None = None,
+    sync: bool = True,
+    atomic: bool = False,
+) -> PacedWriter: ...
+@overload
+def open(  # type: ignore[overload-overlap]
+    file: File,
+    mode: ReadingBinary,
+    buffering: Literal[0],
+    encoding: None = None,
+    errors: None = None,
+    newline: None = None,
+    closefd: bool = True,
+    opener: Opener | None = None,
+    *,
+    pacing: Pacing | None = None,
+    sync: bool = True,
+    atomic: bool = False,
+) -> RawReader: ...
+@overload
+def open(
+    file: File,
+    mode: ReadingBinary,
+    buffering: int = -1,
+    encoding: None = None,
+    errors: None = None,
+    newline: None = None,
+    closefd: bool = True,
+    opener: Opener | None = None,
+    *,
+    pacing: Pacing | None = None,
+    sync: bool = True,
+    atomic: bool = False,
+) -> PacedReader: ...
+@overload
+def open(
+    file: File,
+    mode: str,
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    opener: Opener | None = None,
+    *,
+    pacing: Pacing | None = None,
+    sync: bool = True,
+    atomic: bool = False,
+) -> IO[Any]: ...
 def open(
     file: int | str | bytes | os.PathLike[str] | os.PathLike[bytes],
     mode: str = "r",

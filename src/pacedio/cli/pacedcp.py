@@ -460,7 +460,7 @@ class _Copier:
         started = time.monotonic()
         opened = self._open(status, target, exists=exists)
         # sync=False: that is done here, in its place, and not at all for a copy that fails.
-        writer: PacedWriter = open_paced(opened, "wb", pacing=self._pacing, sync=False)  # type: ignore[assignment]
+        writer = open_paced(opened, "wb", pacing=self._pacing, sync=False)
         try:
             size = self._write_contents(descriptor, source, writer, target)
             kind = stat.S_IFMT(os.fstat(opened).st_mode)
