@@ -389,7 +389,10 @@ static int can_leave_holes(const pio_copy *c) {
 
 static void open_source(pio_copy *c, int sparse) {
 	pio_status status;
-	c->error = SYS.status(c->source, &status);
+	int flags = SYS.get_flags(c->source);
+	c->error = flags < 0 ? flags : SYS.status(c->source, &status);
+	/* A descriptor that may not be read would be opened again for reading below. */
+	if (c->error == 0 && ((flags & O_ACCMODE) == O_WRONLY || (flags & O_PATH))) c->error = -EBADF;
 	if (c->error < 0) {
 		c->source_failed = 1;
 		return;

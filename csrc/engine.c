@@ -55,8 +55,10 @@
 #define OVERLAYFS 0x794c7630U
 #define ZFS 0x2fc12fc1U
 
-#define POLL_NS 500000           /* between two pieces of advice */
-#define PATIENCE_NS 5000000000LL /* until advised pages that stay are given up */
+#define POLL_NS 500000        /* between two pieces of advice */
+#define PATIENCE_NS 100000000 /* until advised pages that stay are synced */
+#define FIRST_STAY 16         /* windows that are synced at once thereafter */
+#define MOST_STAY 1024
 
 static int move_down_on(int error) {
 	switch (error) {
@@ -195,8 +197,7 @@ static void take(pio_engine *e, int kind, int reason, int reason_errno) {
 }
 
 static void move_down(pio_engine *e, int reason, int reason_errno) {
-	/* Pages that stayed are this file's matter (somebody maps it), all else the mount's. */
-	if (reason != PIO_STAYED) remember(e, e->kind, FAILS, reason, reason_errno);
+	remember(e, e->kind, FAILS, reason, reason_errno);
 	take(e, e->kind + 1, reason, reason_errno);
 }
 
@@ -238,8 +239,9 @@ static void verify_write(pio_engine *e, pio_range last, int flags) {
 		if (e->kind < PIO_DATASYNC) take(e, PIO_DATASYNC, PIO_KNOWN_TYPE, 0);
 		return;
 	}
+	if (e->kind == PIO_DATASYNC) return;
 	e->counts = count_pages(e, last, &pages) == 0;
-	if (e->verified || e->kind == PIO_DATASYNC) return;
+	if (e->verified) return;
 	if (!e->counts) {
 		if (e->type == OVERLAYFS && e->kind < PIO_ADVISE) take(e, PIO_ADVISE, PIO_KNOWN_TYPE, 0);
 		return;
@@ -365,10 +367,24 @@ static int wait_range(pio_engine *e, pio_range r, int written_again) {
 	return 0;
 }
 
+/* A sync of the data of one range; msync(MS_SYNC) hands it to the file that really caches the pages. */
+static int sync_mapped(const pio_engine *e, pio_range r) {
+	void *address;
+	int rc = SYS.mmap(e->mapping_fd, r.off, (size_t)r.len, &address);
+	if (rc < 0) return rc;
+	rc = SYS.msync(address, (size_t)r.len);
+	SYS.munmap(address, (size_t)r.len);
+	return rc;
+}
+
 /*
  * Repeats the advice until the pages are gone: the first starts their writeback, a later one drops them once that
- * completed. Pages that others map or pin never go, and to those who may not write the file mincore shows every page
- * as resident (Linux 5.2): patience ends, and the data is synced instead.
+ * completed.
+ *
+ * Some pages never go: those that others map or pin, those in a large folio that lies across the window's edge (in a
+ * file that was cached before), and, to those who may not write the file, all, since mincore then shows each as resident
+ * (Linux 5.2). They are synced instead, after some patience for a slow device. Where one window stayed the next will,
+ * so the windows after it are synced at once: first a few, more each time.
  */
 static int wait_advised(pio_engine *e, pio_range r) {
 	int64_t give_up = SYS.now() + PATIENCE_NS;
@@ -376,17 +392,28 @@ static int wait_advised(pio_engine *e, pio_range r) {
 		int rc = advise_gone(e, r);
 		if (rc < 0) return rc;
 		rc = is_resident(e, r);
+		if (rc < 0) {
+			move_down(e, PIO_CALL_FAILED, -rc);
+			return 0;
+		}
 		if (rc == 0) {
 			if (!e->verified) remember(e, PIO_ADVISE, WORKS, PIO_BEST, 0);
 			e->verified = 1;
+			e->staying = e->stayed = 0;
 			return 0;
 		}
-		if (rc < 0 || SYS.now() >= give_up) {
-			move_down(e, rc < 0 ? PIO_CALL_FAILED : PIO_STAYED, -(rc < 0 ? rc : 0));
-			return sync_data(e);
+		if (e->staying > 0) {
+			e->staying--;
+			break;
+		}
+		if (SYS.now() >= give_up) {
+			e->stayed = e->stayed == 0 ? FIRST_STAY : e->stayed < MOST_STAY ? e->stayed * 2 : MOST_STAY;
+			e->staying = e->stayed;
+			break;
 		}
 		SYS.sleep(POLL_NS);
 	}
+	return sync_mapped(e, r);
 }
 
 static int wait_once(pio_engine *e, pio_range r, int written_again) {

@@ -12,6 +12,8 @@ typedef struct pio_engine {
 	int io_priority;
 	int counts;     /* cachestat works on this descriptor */
 	int verified;   /* on this mount, by this writer or an earlier one */
+	int staying;    /* windows that `advise` syncs before it is patient again */
+	int stayed;     /* what that number was last */
 	int mapping_fd; /* readable, for `advise`; -1: none, fd: the descriptor itself */
 	int64_t verified_dirty_pages;
 	uint64_t mount;

@@ -45,6 +45,7 @@ typedef struct pio_sys {
 	int (*cachestat)(int fd, int64_t off, int64_t len, pio_pages *out); /* len 0: to the end */
 	int (*mmap)(int fd, int64_t off, size_t len, void **out);           /* PROT_READ, MAP_SHARED */
 	int (*munmap)(void *addr, size_t len);
+	int (*msync)(void *addr, size_t len); /* MS_SYNC */
 	int (*mincore)(void *addr, size_t len, unsigned char *vec);
 	int (*open)(const char *path, int flags);
 	int (*close)(int fd);
@@ -135,19 +136,18 @@ enum {
 
 /* Why an engine is not the best one. */
 enum {
-	PIO_BEST = 0,
-	PIO_ASKED = 1,        /* the caller named it */
-	PIO_CALL_FAILED = 2,  /* the better engine's system call failed; the errno says how */
-	PIO_STACKED = 3,      /* written pages are cached in another file's mapping */
-	PIO_STAYED_DIRTY = 4, /* the better engine's wait returned and pages were still dirty */
-	PIO_STAYED = 5,       /* advised pages did not leave the page cache in time */
-	PIO_KNOWN_TYPE = 6,   /* no cachestat here: the file system's type decided */
-	PIO_KEEP_CACHE = 7,   /* the better engine cannot keep pages cached */
-	PIO_NO_MAPPING = 8,   /* the better engine needs a mapping, and the file cannot be opened for reading */
-	PIO_MEMORY = 9,       /* memory-backed file system: nothing to pace */
-	PIO_NOT_A_FILE = 10,  /* pipe, terminal, socket, character device: nothing to pace */
-	PIO_DIRECT = 11,      /* O_DIRECT: nothing to pace */
-	PIO_WRITTEN_THROUGH = 12 /* written pages are clean at once: somebody else caches them */
+	PIO_BEST,
+	PIO_ASKED,           /* the caller named it */
+	PIO_CALL_FAILED,     /* the better engine's system call failed; the errno says how */
+	PIO_STACKED,         /* written pages are cached in another file's mapping */
+	PIO_WRITTEN_THROUGH, /* written pages are clean at once: somebody else caches them */
+	PIO_STAYED_DIRTY,    /* the better engine's wait returned and pages were still dirty */
+	PIO_KNOWN_TYPE,      /* no cachestat here: the file system's type decided */
+	PIO_KEEP_CACHE,      /* the better engine cannot keep pages cached */
+	PIO_NO_MAPPING,      /* the better engine needs a mapping, and the file cannot be opened for reading */
+	PIO_MEMORY,          /* memory-backed file system: nothing to pace */
+	PIO_NOT_A_FILE,      /* pipe, terminal, socket, character device: nothing to pace */
+	PIO_DIRECT           /* O_DIRECT: nothing to pace */
 };
 
 /* ---- writer: the write loop ------------------------------------------------------------------------------ */
@@ -186,8 +186,7 @@ void pio_writer_free(pio_writer *w);
 int64_t pio_write(pio_writer *w, const void *buf, size_t n);
 int pio_truncate(pio_writer *w, int64_t size);
 int pio_sync(pio_writer *w);
-int pio_start_rest(pio_writer *w);
-void pio_writer_close(pio_writer *w);
+int pio_writer_close(pio_writer *w);
 int pio_writer_fd(const pio_writer *w);
 void pio_writer_stats(pio_writer *w, pio_stats *out);
 

@@ -104,6 +104,8 @@ static int sys_mmap(int fd, int64_t off, size_t len, void **out) {
 
 static int sys_munmap(void *addr, size_t len) { return status_of(munmap(addr, len)); }
 
+static int sys_msync(void *addr, size_t len) { return status_of(msync(addr, len, MS_SYNC)); }
+
 static int sys_mincore(void *addr, size_t len, unsigned char *vec) { return status_of(mincore(addr, len, vec)); }
 
 static int sys_open(const char *path, int flags) { return status_of(open(path, flags | O_CLOEXEC)); }
@@ -173,6 +175,7 @@ pio_sys pio_sys_table = {
 	.cachestat = sys_cachestat,
 	.mmap = sys_mmap,
 	.munmap = sys_munmap,
+	.msync = sys_msync,
 	.mincore = sys_mincore,
 	.open = sys_open,
 	.close = sys_close,
@@ -186,4 +189,8 @@ pio_sys pio_sys_table = {
 	.process = sys_process,
 };
 
-int64_t pio_page_size(void) { return (int64_t)sysconf(_SC_PAGESIZE); }
+int64_t pio_page_size(void) {
+	static int64_t size; /* sysconf(3) is no system call, but not free either */
+	if (size == 0) size = (int64_t)sysconf(_SC_PAGESIZE);
+	return size;
+}

@@ -43,15 +43,22 @@ static int64_t end_of(pio_range r) { return r.off + r.len; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t page_floor(const pio_window *p, int64_t off) { return off - off % p->page; }
-static int64_t page_ceiling(const pio_window *p, int64_t off) { return page_floor(p, off + p->page - 1); }
-static int64_t next_boundary(const pio_window *p, int64_t off) { return (off / p->window + 1) * p->window; }
+static int64_t to_boundary(const pio_window *p, int64_t off) { return p->window - off % p->window; }
 static int64_t in_flight(const pio_window *p) { return p->dirty_bytes + p->started_bytes; }
 
+/* The last page before 2^63, where every file ends, has no end that an offset can tell: it is left to the sync. */
+static int64_t page_ceiling(const pio_window *p, int64_t off) {
+	int64_t rest = off % p->page, floor = off - rest;
+	return rest > 0 && floor <= INT64_MAX - p->page ? floor + p->page : floor;
+}
+
 void pio_window_init(pio_window *p, int64_t page, int64_t window, int64_t limit) {
-	memset(p, 0, sizeof *p);
+	pio_window_clear(p); /* the arrays hold nothing yet: small files must not pay for clearing them */
 	p->page = page;
 	p->window = window;
 	p->limit = limit;
+	p->position = p->most_in_flight = 0;
+	p->starts = 0;
 }
 
 void pio_window_clear(pio_window *p) {
@@ -86,9 +93,14 @@ int64_t pio_window_room(const pio_window *p, int64_t off) {
 		int joins = i > 0 && end_of(p->dirty[i - 1]) == page;
 		if (!joins) return 0;
 	}
-	int64_t counted = inside ? end_of(p->dirty[i]) : page; /* up to here no page is new */
+	int64_t counted = (inside ? end_of(p->dirty[i]) : page) - off; /* as far as this no page is new */
 	int64_t unused = page_floor(p, most(p->limit - in_flight(p), 0));
-	return most(least(counted + unused, next_boundary(p, off)) - off, 0);
+	return most(least(counted + unused, to_boundary(p, off)), 0);
+}
+
+/* Will the next write need room to be made, unless it goes where pages are dirty already? */
+int pio_window_is_full(const pio_window *p) {
+	return p->dirty_count == PIO_RANGES || p->limit - in_flight(p) < p->page;
 }
 
 /* `len` bytes (more than 0) were written at `off`. */
@@ -97,6 +109,7 @@ void pio_window_wrote(pio_window *p, int64_t off, int64_t len) {
 	int first = 0, last;
 
 	p->position = off + len;
+	if (high <= low) return;
 	while (first < p->dirty_count && end_of(p->dirty[first]) < low) first++;
 	for (last = first; last < p->dirty_count && p->dirty[last].off <= high; last++) continue;
 
@@ -193,7 +206,7 @@ static int wait(pio_window *p, pio_range *out) {
 static int start(pio_window *p, int i, int64_t len, pio_range *out) {
 	pio_range *r = &p->dirty[i];
 
-	*out = (pio_range){r->off, least(len, next_boundary(p, r->off) - r->off)};
+	*out = (pio_range){r->off, least(len, to_boundary(p, r->off))};
 	r->off += out->len;
 	r->len -= out->len;
 	p->dirty_bytes -= out->len;
@@ -214,27 +227,33 @@ static int64_t cold_length(const pio_window *p, int i) {
 	return hot ? r.len - p->page : r.len;
 }
 
+/* Starts the first `len` bytes of dirty range i as far as they reach in one window, or waits for a place to note it. */
+static int start_or_wait(pio_window *p, int i, int64_t len, pio_range *out) {
+	/* A ring full of emptied windows is empty after that, and there is nothing to wait for. */
+	if (p->started_count == PIO_WINDOWS && wait(p, out) == PIO_WAIT) return PIO_WAIT;
+	return start(p, i, len, out);
+}
+
 /* Starts the first dirty range, the hot page only on request. */
 static int start_any(pio_window *p, int hot_too, pio_range *out) {
 	for (int i = 0; i < p->dirty_count; i++) {
 		int64_t len = hot_too ? p->dirty[i].len : cold_length(p, i);
 		if (len <= 0) continue;
-		if (p->started_count == PIO_WINDOWS) return wait(p, out);
-		return start(p, i, len, out);
+		return start_or_wait(p, i, len, out);
 	}
 	return PIO_DONE;
 }
 
 /* After a write, until PIO_DONE: start the windows that are complete. */
 int pio_window_keep_up(pio_window *p, pio_range *out) {
+	int64_t cold = 0;
 	if (drop(p, out) == PIO_DROP) return PIO_DROP;
 	for (int i = 0; i < p->dirty_count; i++) {
-		int64_t boundary = next_boundary(p, p->dirty[i].off);
-		if (boundary > p->dirty[i].off + cold_length(p, i)) continue;
-		if (p->started_count == PIO_WINDOWS) return wait(p, out);
-		return start(p, i, boundary - p->dirty[i].off, out);
+		int64_t len = to_boundary(p, p->dirty[i].off);
+		if (len <= cold_length(p, i)) return start_or_wait(p, i, len, out);
+		cold += cold_length(p, i);
 	}
-	if (p->dirty_bytes >= p->window) p->draining = 1;
+	if (cold >= p->window) p->draining = 1;
 	if (p->draining) {
 		int action = start_any(p, 0, out);
 		if (action != PIO_DONE) return action;

@@ -79,15 +79,18 @@ static int paces(const pio_writer *w) { return w->engine.kind != PIO_NONE; }
 
 static int decided(const pio_writer *w) { return w->engine.kind != PIO_UNDECIDED; }
 
+static int choose(pio_writer *w) {
+	int rc = pio_engine_choose(&w->engine, w->options.engine, w->last);
+	if (!paces(w)) pio_window_clear(&w->plan);
+	return rc;
+}
+
 static int start(pio_writer *w, pio_range r) {
 	if (!decided(w)) {
-		int rc = pio_engine_choose(&w->engine, w->options.engine, w->last);
+		int rc = choose(w);
 		if (rc < 0) return rc;
 	}
-	if (!paces(w)) {
-		pio_window_clear(&w->plan);
-		return 0;
-	}
+	if (!paces(w)) return 0;
 	w->stats.windows++;
 	return pio_engine_start(&w->engine, r);
 }
@@ -172,6 +175,7 @@ static int keep_up(pio_writer *w) {
 
 /* Sleeps until the rate admits `n` bytes. -EINTR: a signal came first, and nothing was accepted. */
 static int keep_rate(pio_writer *w, int64_t n) {
+	if (w->control.rate == 0) return 0;
 	int64_t delay = pio_control_delay(&w->control, SYS.now(), n);
 	return delay > 0 ? SYS.sleep(delay) : 0;
 }
@@ -194,7 +198,7 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	if (written == -EINTR || written == -EAGAIN) return written;
 	if (written < 0) return fail(w, (int)written, 0);
 	w->stats.bytes += written;
-	pio_control_accepted(&w->control, SYS.now(), written);
+	if (w->control.rate != 0) pio_control_accepted(&w->control, SYS.now(), written);
 	if (!paces(w) || written == 0) return written;
 
 	if (w->appends) {
@@ -206,7 +210,11 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	w->last.len = (off + written + page - 1) / page * page - w->last.off;
 	pio_window_wrote(&w->plan, off, written);
 	rc = keep_up(w);
-	return rc < 0 ? rc : written;
+	if (rc < 0) return rc;
+	/* An engine is verified right after a write. By the time that room is made, the kernel may have written these pages
+	 * back, or the caller may have truncated the file before them. */
+	if (!decided(w) && pio_window_is_full(&w->plan) && (rc = choose(w)) < 0) return fail(w, rc, 1);
+	return written;
 }
 
 /*
@@ -271,33 +279,30 @@ int pio_sync(pio_writer *w) {
 	return rc;
 }
 
-/* For a close without a sync: starts what is left, and waits for nothing. */
-int pio_start_rest(pio_writer *w) {
+/*
+ * Before the descriptor is closed: starts what is left, and waits for nothing. No call touches the descriptor after this
+ * one. Returns the error that the writer failed with, if any.
+ */
+int pio_writer_close(pio_writer *w) {
 	pio_range r;
-	int action, rc;
+	int action;
 
 	pthread_mutex_lock(&w->lock);
-	rc = refusal(w);
-	if (rc == 0 && decided(w) && paces(w))
+	int rc = refusal(w);
+	if (decided(w) && paces(w))
 		while (rc == 0 && (action = pio_window_start_rest(&w->plan, &r)) != PIO_DONE)
 			rc = carry_out(w, action, r, stall);
-	pthread_mutex_unlock(&w->lock);
-	return rc;
-}
-
-/* No call touches the descriptor after this one. */
-void pio_writer_close(pio_writer *w) {
-	pthread_mutex_lock(&w->lock);
 	w->closed = 1;
 	pio_engine_close(&w->engine);
 	pthread_mutex_unlock(&w->lock);
+	return rc;
 }
 
 void pio_writer_stats(pio_writer *w, pio_stats *out) {
 	pthread_mutex_lock(&w->lock);
 	*out = w->stats;
 	out->in_flight = paces(w) ? w->plan.dirty_bytes + w->plan.started_bytes : 0;
-	out->most_in_flight = w->plan.most_in_flight;
+	out->most_in_flight = paces(w) ? w->plan.most_in_flight : 0;
 	out->limit = w->control.limit;
 	out->verified_dirty_pages = w->engine.verified_dirty_pages;
 	out->engine = w->engine.kind;

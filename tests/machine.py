@@ -228,7 +228,8 @@ class Machine:
             server = undo.directory(self._new("slow-server"))
             command = ["nbdfuse", str(server / "disk"), "--command", "nbdkit", "-s", "--exit-with-parent"]
             command += ["--filter=delay", "--filter=rate", "file", str(backing)]
-            command += [f"wdelay={round(delay * 1000)}ms", f"rate={rate * 8}"]  # rate: bits a second
+            command += [f"wdelay={round(delay * 1000)}ms", f"rate={rate * 8}"]  # bits a second
+            command += ["burstiness=0.05"]  # else the first two seconds' worth would be free
             process = undo.enter_context(subprocess.Popen(command, stdin=subprocess.DEVNULL))
             undo.callback(_unmount, server)
             deadline = time.monotonic() + 10

@@ -19,8 +19,9 @@ PUBLIC_MODULES = {
 
 
 def modules() -> list[ModuleType]:
-    names = [info.name for info in pkgutil.walk_packages(pacedio.__path__, "pacedio.") if "._" not in info.name]
-    return [pacedio, *(importlib.import_module(name) for name in names)]
+    """Those whose names users import; of a command, users see what it prints."""
+    names = [info.name for info in pkgutil.iter_modules(pacedio.__path__) if not info.name.startswith("_")]
+    return [pacedio, *(importlib.import_module(f"pacedio.{name}") for name in names)]
 
 
 def public_names(module: ModuleType) -> set[str]:

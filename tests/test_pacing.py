@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pacedio._native import lib
 from pacedio.pacing import (
     BALANCED,
     ENGINES,
@@ -37,6 +38,13 @@ pacings = st.builds(
     drop_cache=st.booleans(),
     io_class=st.none() | st.sampled_from(IO_CLASSES),
 )
+
+
+def test_bounds_are_those_of_the_c_side() -> None:
+    assert Pacing(window=PAGE, limit=PAGE * lib.PIO_WINDOWS).limit == PAGE * lib.PIO_WINDOWS
+    with pytest.raises(ValueError, match="raise window"):
+        Pacing(window=PAGE, limit=PAGE * lib.PIO_WINDOWS + 1)
+    assert lib.pio_page_size() == PAGE
 
 
 # ---- sizes ----

@@ -1,10 +1,4 @@
-"""Writes big files on Linux without ever building a backlog of dirty pages.
-
-    import pacedio
-
-    with pacedio.open("backup.img", "wb") as f:
-        f.write(data)
-"""
+"""Writes big files on Linux without ever building a backlog of dirty pages."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ itself.
 from __future__ import annotations
 
 import io
+
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ class _Buffered(io.BufferedIOBase):
 
     _hot: ClassVar[tuple[str, ...]] = ()
     _taken: ClassVar[tuple[str, ...]] = ()
+    _finalizing = False  # IOBase's finalizer sets it before it calls close
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,9 +46,8 @@ class _Buffered(io.BufferedIOBase):
     def _bind(self, raw: io.RawIOBase, buffer: Buffer) -> None:
         self._raw = raw
         self._buffer = buffer
-        taken = self.__dict__
         for name in self._taken:
-            taken[name] = getattr(buffer, name)
+            setattr(self, name, getattr(buffer, name))
 
     @property
     def raw(self) -> io.RawIOBase:
@@ -112,7 +113,7 @@ class _Buffered(io.BufferedIOBase):
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        if "_finalizing" not in self.__dict__:  # set by IOBase's finalizer
+        if not self._finalizing:
             self._buffer.close()
 
     def _dealloc_warn(self, source: object, /) -> None:

@@ -10,7 +10,7 @@ import stat
 
 from pacedio.pacing import BALANCED, Pacing
 from pacedio.reader import PacedReader, RawReader
-from pacedio.writer import CHUNK, PacedRandom, PacedTextWriter, PacedWriter, _PacedFile
+from pacedio.writer import PacedRandom, PacedTextWriter, PacedWriter, _PacedFile
 
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def open(
     if text:
         if buffering == 0:
             raise ValueError("can't have unbuffered text I/O")
-        encoding = io.text_encoding(encoding)
+        encoding = io.text_encoding(encoding)  # type: ignore[attr-defined]  # not in typeshed
     elif not (encoding is None and errors is None and newline is None):
         name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
         raise ValueError(f"binary mode doesn't take {'a' if name == 'newline' else 'an'} {name} argument")
@@ -100,7 +100,7 @@ def open(
         else:
             binary.close()
         raise
-    wrapper.mode = mode  # type: ignore[misc,attr-defined]
+    wrapper.mode = mode  # type: ignore[misc]
     return wrapper
 
 
@@ -133,26 +133,24 @@ def _open_writer(
     sync: bool,
     atomic: bool,
 ) -> PacedWriter:
-    entry: _Entry | None
+    entry: _Entry | _Replacement | None
     if atomic:
         if isinstance(file, int) or opener is not None or not closefd:
             raise ValueError("atomic=True needs a path, and takes neither an opener nor closefd=False")
-        entry = _Replacement(file, exclusive="x" in mode)
+        entry = replacement = _Replacement(file, exclusive="x" in mode)
         try:
-            raw = _PacedFile(entry.create(readable="+" in mode), "wb+" if "+" in mode else "wb")
+            raw = _PacedFile(replacement.create(readable="+" in mode), "wb+" if "+" in mode else "wb")
         except BaseException:
-            entry.discard()
+            replacement.discard()
             raise
-        raw.name = file  # type: ignore[misc]
+        raw.name = file
     else:
-        entry = None if "r" in mode else _Entry()
+        entry = None if "r" in mode else _ENTRY
         raw = _PacedFile(file, mode, closefd, opener)
-    if pacing is not BALANCED:
-        raw.pacing = pacing
     if buffering > 1:
         raw.buffer_size = buffering
     kind = PacedRandom if "+" in mode else PacedWriter
-    return kind(raw, sync=sync, entry=entry, unbuffered=buffering == 0)
+    return kind(raw, pacing, sync=sync, entry=entry, unbuffered=buffering == 0)
 
 
 def wrap(fileobj: IO[bytes], pacing: Pacing | None = None, *, sync: bool = True) -> PacedWriter:
@@ -178,31 +176,30 @@ def wrap(fileobj: IO[bytes], pacing: Pacing | None = None, *, sync: bool = True)
     # On a descriptor, "w" does not truncate.
     raw = _PacedFile(fd, "wb" if access == os.O_WRONLY else "rb+", closefd=False)
     if isinstance(name := getattr(fileobj, "name", None), (str, bytes)):
-        raw.name = name  # type: ignore[misc]
-    raw.pacing = pacing or BALANCED
+        raw.name = name
     kind = PacedWriter if access == os.O_WRONLY else PacedRandom
-    return kind(raw, sync=sync, entry=_Entry(), keep=fileobj)
+    return kind(raw, pacing or BALANCED, sync=sync, entry=_ENTRY, keep=fileobj)
 
 
 # ---- names ------------------------------------------------------------------------------------------------------
 
 
 class _Entry:
-    """The directory entry of a file that may be new: made durable with the first sync."""
+    """The directory entry of a file that may be new: made durable with the first sync. It has no state of its own."""
 
     atomic = False
-    _durable = False
 
-    def synced(self, fd: int) -> None:
-        if not self._durable:
-            _sync_entry(fd)
-            self._durable = True
+    def sync(self, fd: int) -> None:
+        _sync_entry(fd)
 
     def commit(self, fd: int, *, durable: bool) -> None:
         pass
 
     def discard(self) -> None:
         pass
+
+
+_ENTRY = _Entry()
 
 
 def _sync_entry(fd: int) -> None:
@@ -309,7 +306,7 @@ class _Replacement:
         suffix = b"." + os.urandom(6).hex().encode() + b".tmp"
         return b"." + self._name[: _NAME_MAX - 1 - len(suffix)] + suffix
 
-    def synced(self, fd: int) -> None:
+    def sync(self, fd: int) -> None:
         pass  # no name yet
 
     def commit(self, fd: int, *, durable: bool) -> None:

@@ -32,8 +32,9 @@ from pacedio.pacing import BALANCED, Pacing, format_size
 
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
-    from typing import Any, NoReturn, Protocol
+    from typing import Any, ClassVar, NoReturn, Protocol
 
     from _typeshed import ReadableBuffer as Buffer
     from _typeshed import WriteableBuffer
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
         atomic: bool
 
-        def synced(self, fd: int) -> None: ...
+        def sync(self, fd: int) -> None: ...
         def commit(self, fd: int, *, durable: bool) -> None: ...
         def discard(self) -> None: ...
 
@@ -66,7 +67,6 @@ _REASONS = {
     lib.PIO_CALL_FAILED: "the better engine's call failed",
     lib.PIO_STACKED: "written pages are cached in another file's mapping",
     lib.PIO_STAYED_DIRTY: "the better engine's wait leaves pages dirty here",
-    lib.PIO_STAYED: "advised pages stay in the page cache, another process may map them",
     lib.PIO_KNOWN_TYPE: "the file system's type decided",
     lib.PIO_KEEP_CACHE: "the better engine cannot keep pages cached",
     lib.PIO_NO_MAPPING: "the better engine has to read the file",
@@ -185,41 +185,57 @@ def _options(pacing: Pacing) -> Any:
 _BALANCED_OPTIONS = _options(BALANCED)
 
 
-class _PacedFile(io.FileIO):
-    """The unbuffered file: the descriptor, and the C writer that paces it, made at the first write."""
+_pio_write = lib.pio_write  # looked up once: they are called for every small file
+_from_buffer = ffi.from_buffer
+_EINTR = -errno.EINTR
 
-    pacing: Pacing = BALANCED
+
+class _PacedFile(io.FileIO):
+    """The unbuffered file: the descriptor, and the C writer that paces it.
+
+    The C writer is made when it is first needed. The one write of a small file, at its close, does not need it.
+    """
+
+    pacing: Pacing
     buffer_size = CHUNK
     owner: ref[PacedWriter] | None = None
     ignores_writes = False  # takes and forgets what is written
     is_parents = False  # the descriptor has a new owner in this process
 
-    _writer: Any = None
+    is_closing = False  # without a sync: what is written now is the last
+    native_writer: Any = None
+    _error: OSError | None = None  # of a write without a C writer
     _accepted = 0  # bytes that pio_write took and the caller was told of
     _untold = 0  # bytes that it took and the BufferedWriter will offer again
 
-    def native_writer(self) -> Any:
-        if self._writer is None:
+    def paced(self) -> Any:
+        """The C writer."""
+        if self.native_writer is None:
             options = _BALANCED_OPTIONS if self.pacing is BALANCED else _options(self.pacing)
             pointer = lib.pio_writer_new(self.fileno(), options)
             if not pointer:
                 raise MemoryError
-            self._writer = ffi.gc(pointer, lib.pio_writer_free)
-        return self._writer
+            # Another thread may come here at the same time, and one of the two counts.
+            self.__dict__.setdefault("native_writer", ffi.gc(pointer, lib.pio_writer_free))
+        return self.native_writer
 
     def write(self, data: Buffer, /) -> int | None:  # type: ignore[override]
         if self._untold:
             taken, self._untold = self._untold, 0
             self._accepted += taken
             return taken
-        view = ffi.from_buffer(data)
+        writer = self.native_writer
+        if writer is None and self.is_closing and self.buffer_size < self.pacing.window and self.pacing.rate is None:
+            return self._write_all_there_is(data)
+        view = _from_buffer(data)
         if self.ignores_writes:
             return len(view)
-        writer = self._writer or self.native_writer()
-        code = -errno.EINTR
+        if writer is None:
+            writer = self.paced()
         try:
-            while code == -errno.EINTR:
-                code = lib.pio_write(writer, view, len(view))
+            code = _pio_write(writer, view, len(view))
+            while code == _EINTR:
+                code = _pio_write(writer, view, len(view))
         except BaseException:
             # A signal handler raised after the call had returned. Up to a buffer's worth comes from the
             # BufferedWriter, which will offer it again; more comes straight from a caller, who now knows that an
@@ -229,38 +245,48 @@ class _PacedFile(io.FileIO):
                 self._untold = taken
             else:
                 self._accepted += taken
+            # The BufferedWriter's memory must not be kept by a traceback: Python 3.10 crashes when it outlives it.
+            del data, view
             raise
         if code < 0:
+            del data, view
             if code == -errno.EAGAIN:
                 return None
             self.refuse(code)
         self._accepted += code
-        return code  # type: ignore[no-any-return]
+        return int(code)
+
+    def _write_all_there_is(self, data: Buffer) -> int | None:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            del data
+            error.filename = self.name
+            self._error = error.with_traceback(None)
+            raise
+        self._accepted += written or 0
+        return written
 
     def truncate(self, size: int | None = None, /) -> int:
         if size is None:
             size = self.tell()
-        if self._writer is None:
-            return super().truncate(size)
-        self.check(lib.pio_truncate(self._writer, size))
+        self.check(lib.pio_truncate(self.paced(), size))
         return size
 
     def sync(self) -> None:
-        code = -errno.EINTR
-        while code == -errno.EINTR:
-            code = lib.pio_sync(self.native_writer())
+        code = lib.pio_sync(self.paced())
+        while code == _EINTR:
+            code = lib.pio_sync(self.paced())
         self.check(code)
 
-    def start_rest(self) -> None:
-        if self._writer is not None:
-            self.check(lib.pio_start_rest(self._writer))
-
     def close(self) -> None:
-        if self.is_parents:
+        """Start what was not started, and release the descriptor. Raise what made the writer fail."""
+        if self.is_parents or self.closed:
             return
-        if self._writer is not None:
-            lib.pio_writer_close(self._writer)
+        code = 0 if self.native_writer is None else lib.pio_writer_close(self.native_writer)
         super().close()
+        if code < 0 and not self.ignores_writes:
+            self.refuse(code)
 
     @property
     def wrote(self) -> bool:
@@ -268,7 +294,12 @@ class _PacedFile(io.FileIO):
 
     def raw_stats(self) -> Any:
         stats = ffi.new("pio_stats *")
-        lib.pio_writer_stats(self._writer, stats)
+        if self.native_writer is not None:
+            lib.pio_writer_stats(self.native_writer, stats)
+        else:
+            stats.bytes = self._accepted
+            stats.limit = self.pacing.limit
+            stats.verified_dirty_pages = -1
         return stats
 
     def check(self, code: int) -> None:
@@ -277,7 +308,7 @@ class _PacedFile(io.FileIO):
 
     def refuse(self, code: int) -> NoReturn:
         """Raise the error that the C side returned; if the writer failed with it, let every later call find out."""
-        if self._writer is not None and self.raw_stats().error:
+        if self.raw_stats().error:
             owner = self.owner() if self.owner is not None else None
             if owner is not None:
                 owner._has_failed()
@@ -289,10 +320,7 @@ class _PacedFile(io.FileIO):
         return _native.error(-stats.error, self.name, WritebackError if stats.late else OSError)
 
     def stats(self) -> WriteStats:
-        if self._writer is None:
-            raw = ffi.new("pio_stats *", {"limit": self.pacing.limit, "verified_dirty_pages": -1})
-        else:
-            raw = self.raw_stats()
+        raw = self.raw_stats()
         reason = _REASONS[raw.reason]
         if raw.engine == lib.PIO_UNDECIDED:
             reason = "no window was filled"
@@ -311,7 +339,7 @@ class _PacedFile(io.FileIO):
             longest_stall_seconds=raw.longest_stall_ns / 1e9,
             sync_seconds=raw.sync_ns / 1e9,
             verified_dirty_pages=None if raw.verified_dirty_pages < 0 else raw.verified_dirty_pages,
-            error=self.error() if raw.error else None,
+            error=self.error() if raw.error else self._error,
         )
 
 
@@ -330,43 +358,39 @@ class PacedWriter(_Buffered):
     not written yet is the parent's to write.
     """
 
-    _hot = ("write",)
+    _hot: ClassVar[tuple[str, ...]] = ("write",)
+    _buffer_kind: type[io.BufferedWriter | io.BufferedRandom] = io.BufferedWriter
     _raw: _PacedFile
 
-    closed = False  # type: ignore[assignment]  # a plain attribute, because io.TextIOWrapper reads it at each write
+    closed = False  # a plain attribute, because io.TextIOWrapper reads it at each write
     _failed = False
     _inherited = False  # from the parent of this process
     _collected = False  # an outer file is garbage, and closes this one
     _unbuffered = False
+    _entry_synced = False
     _text: ref[io.TextIOWrapper] | None = None
     _keep: object = None  # the caller's file object, whose descriptor this writes to
 
     def __init__(
         self,
         raw: _PacedFile,
+        pacing: Pacing,
         *,
         sync: bool = True,
         entry: Entry | None = None,
         unbuffered: bool = False,
         keep: object = None,
     ) -> None:
+        raw.pacing = pacing
         self._sync = sync
         self._entry = entry
         if unbuffered:
             self._unbuffered = True
+            self._taken = ()  # type: ignore[misc]  # write has more to do than the buffer's
         if keep is not None:
             self._keep = keep
         raw.owner = _open_writers[id(self)] = ref(self)
-        self._bind(raw, self._make_buffer(raw))
-
-    @staticmethod
-    def _make_buffer(raw: _PacedFile) -> io.BufferedWriter | io.BufferedRandom:
-        return io.BufferedWriter(raw, raw.buffer_size)
-
-    def _bind(self, raw: io.RawIOBase, buffer: Any) -> None:
-        super()._bind(raw, buffer)
-        if self._unbuffered:
-            del self.__dict__["write"]
+        self._bind(raw, self._buffer_kind(raw, raw.buffer_size))
 
     @property
     def stats(self) -> WriteStats:
@@ -393,8 +417,9 @@ class PacedWriter(_Buffered):
         """
         self.flush()
         self._raw.sync()
-        if self._entry is not None:
-            self._entry.synced(self._raw.fileno())
+        if self._entry is not None and not self._entry_synced:
+            self._entry.sync(self._raw.fileno())
+            self._entry_synced = True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Move the position to `offset` bytes from the start (`whence` 0), the position (1) or the end (2), and
@@ -429,22 +454,22 @@ class PacedWriter(_Buffered):
         """
         if self.closed:
             return
-        if "_finalizing" in self.__dict__ or self._collected or self._buffer.closed:
-            # Garbage promises nothing: the buffer, collected next, hands its bytes to the kernel as io's do.
-            if self._entry is not None and self._entry.atomic:
-                self._abandon()
-            else:
-                self._forget()
-                if self._collected:
-                    self._buffer.close()
+        atomic = self._entry is not None and self._entry.atomic
+        # Garbage promises nothing: its bytes go to the kernel as those of io's files do.
+        garbage = self._finalizing or self._collected or self._buffer.closed
+        if garbage and atomic:
+            self._abandon()
+            return
+        if garbage or not (self._sync or atomic):
+            self._forget()
+            if not self._finalizing:  # else the buffer is collected next
+                self._raw.is_closing = True
+                self._buffer.close()
             return
         try:
             self._buffer.flush()
-            if not self._inherited or self._raw.wrote:
-                if self._sync:
-                    self.sync()
-                else:
-                    self._raw.start_rest()
+            if self._sync and (not self._inherited or self._raw.wrote):
+                self.sync()
             if self._entry is not None:
                 self._entry.commit(self._raw.fileno(), durable=self._sync)
         except BaseException:
@@ -476,9 +501,6 @@ class PacedWriter(_Buffered):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave(kind)
-
-    def _leave(self, kind: type[BaseException] | None) -> None:
         if kind is None:
             self.close()
         elif self._entry is not None and self._entry.atomic:
@@ -505,7 +527,7 @@ class PacedWriter(_Buffered):
     def _native_writer(self) -> Any:
         """The C writer, with nothing left in the user-space buffer, for those who write through it directly."""
         self.flush()
-        return self._raw.native_writer()
+        return self._raw.paced()
 
     def _start_anew(self) -> None:
         """Make this the child's file."""
@@ -524,7 +546,7 @@ class PacedWriter(_Buffered):
         self._failed = False
         if self._entry is not None and self._entry.atomic:
             self._entry = None  # the parent's to commit or discard
-        self._bind(raw, self._make_buffer(raw))
+        self._bind(raw, self._buffer_kind(raw, raw.buffer_size))
 
         text = self._text() if self._text is not None else None
         if text is not None:
@@ -537,11 +559,13 @@ class PacedRandom(PacedWriter):
     """A PacedWriter that also reads: what the modes with "+" return, as io.BufferedRandom. Reading is not paced."""
 
     _hot = ("write", "peek", "read", "read1", "readinto", "readinto1", "readline", "readlines")
+    _buffer_kind = io.BufferedRandom
     _buffer: io.BufferedRandom
 
-    @staticmethod
-    def _make_buffer(raw: _PacedFile) -> io.BufferedRandom:
-        return io.BufferedRandom(raw, raw.buffer_size)
+    def __iter__(self) -> Iterator[bytes]:
+        """Return an iterator over the lines."""
+        self._check()
+        return super().__iter__()
 
     def peek(self, size: int = 0, /) -> bytes:
         """Return bytes ahead without moving the position."""
@@ -573,7 +597,7 @@ class PacedRandom(PacedWriter):
         self._check()
         return self._buffer.readline(size)
 
-    def readlines(self, hint: int | None = -1, /) -> list[bytes]:
+    def readlines(self, hint: int = -1, /) -> list[bytes]:
         """Read the lines that are left, about `hint` bytes of them."""
         self._check()
         return self._buffer.readlines(hint)
@@ -582,8 +606,8 @@ class PacedRandom(PacedWriter):
 class PacedTextWriter(io.TextIOWrapper):
     """The io.TextIOWrapper over a PacedWriter that text modes return, with the writer's `stats` and `sync`."""
 
-    buffer: PacedWriter  # type: ignore[assignment]
-    closed = False  # type: ignore[assignment]  # as in PacedWriter
+    buffer: PacedWriter
+    closed = False  # as in PacedWriter
 
     def __init__(self, buffer: PacedWriter, **arguments: Any) -> None:
         super().__init__(buffer, **arguments)

@@ -1,0 +1,193 @@
+"""What a command shows: messages, a line of statistics, and a progress bar that makes way for both.
+
+Messages go to the descriptors themselves, not through `sys.stdout` and `sys.stderr`: a name may hold bytes that are
+no text, and nothing may be left in a buffer for the interpreter to lose, or complain about, at exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+
+from pacedio.cli.quoting import shell_quote
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from pacedio.writer import WriteStats
+
+_PATIENCE = 1.0  # seconds without a bar: most copies are done by then
+_REFRESH = 0.1  # seconds
+
+
+class Output:
+    """Standard output and standard error of the command `command`."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._stdout_error: OSError | None = None
+        self._bar: _Bar | None = None
+        self._bar_due = float("inf")
+        self._total: int | None = None
+        self._started = 0.0
+        self.failed = False
+
+    def complain(self, text: str) -> None:
+        """An error, as GNU's commands word them: "command: text"."""
+        self.failed = True
+        self.note(f"{self._command}: {text}")
+
+    def note(self, text: str) -> None:
+        """A line on standard error. If it cannot be written, there is nobody to tell."""
+        self._make_way()
+        with contextlib.suppress(OSError):
+            _write(2, os.fsencode(f"{text}\n"))
+
+    def say(self, text: str) -> None:
+        """A line on standard output, where failing to write is an error, which `close` reports once."""
+        self._make_way()
+        try:
+            _write(1, os.fsencode(f"{text}\n"))
+        except OSError as error:
+            self._stdout_error = self._stdout_error or error
+
+    def expect(self, total: int | None, *, at_once: bool) -> None:
+        """Show a bar: of `total` bytes, or None if that is unknown; at once, or when a second has passed."""
+        self._total = total
+        self._started = time.monotonic()
+        self._bar_due = self._started + (0 if at_once else _PATIENCE)
+
+    def wants_progress(self) -> bool:
+        """Whether it is time to draw: a few times a second at most."""
+        return time.monotonic() >= self._bar_due
+
+    def progress(self, name: str, done: int) -> None:
+        """`done` bytes of the total are done, the latest of them in the file `name`."""
+        if self._bar is None:
+            self._bar = _Bar(self._started)
+        self._bar.show(shell_quote(name), done, self._total)
+        self._bar_due = time.monotonic() + _REFRESH
+
+    def finish(self, name: str, done: int) -> None:
+        """All is done. If there is a bar, its last state stays."""
+        if self._bar:
+            self._bar.show(shell_quote(name), done, done if self._total is None else self._total)
+            self._bar.keep()
+            self._bar = None
+
+    def close(self) -> None:
+        """Give the terminal back; report that standard output could not be written."""
+        self._make_way()
+        if self._stdout_error:
+            self.complain(f"write error: {self._stdout_error.strerror}")
+
+    def _make_way(self) -> None:
+        if self._bar:
+            self._bar.hide()
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+class _Terminal:
+    """Standard error as rich is to see it: nothing buffered, and not being able to draw is no error of the copy."""
+
+    encoding = sys.getfilesystemencoding()
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            _write(2, text.encode(self.encoding, "replace"))
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return os.isatty(2)
+
+    def fileno(self) -> int:
+        return 2
+
+
+class _Bar:
+    """One line at the bottom of the terminal. Drawn by who copies, not by a thread of its own: signals are for the
+    main thread, and while nothing moves there is nothing to draw.
+    """
+
+    def __init__(self, started: float) -> None:
+        # These take longer to import than a small file takes to copy.
+        from typing import IO, cast
+
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        self._progress: Progress = Progress(
+            TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(max_width=24, no_wrap=True, overflow="ellipsis"),
+            ),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[amount]}", markup=False, table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            console=Console(file=cast("IO[str]", _Terminal())),
+            redirect_stdout=False,
+            redirect_stderr=False,
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
+        self._progress.add_task("", total=None, amount="")
+        (self._task,) = self._progress.tasks
+        self._task.start_time = started
+
+    def show(self, name: str, done: int, total: int | None) -> None:
+        from pacedio.pacing import format_size
+
+        if total is not None:
+            total = max(total, done)  # a source may grow
+        self._progress.update(self._task.id, description=name, completed=done, total=total)
+        amount = format_size(done)
+        if total is not None:
+            amount = f"{self._task.percentage:3.0f}% of {format_size(total)}"
+        speed = self._task.finished_speed or self._task.speed
+        if speed:
+            amount += f" {format_size(int(speed))}/s"
+        self._progress.update(self._task.id, amount=amount)
+        self._progress.start()  # does nothing while it is shown
+        self._progress.refresh()
+
+    def hide(self) -> None:
+        self._progress.stop()
+
+    def keep(self) -> None:
+        self._progress.live.transient = False
+        self._progress.stop()
+
+
+def stats_line(name: str, size: int, seconds: float, stats: WriteStats) -> str:
+    """What a user of --stats wants to know of the copy `name`, in one line."""
+    from pacedio.pacing import format_size
+
+    parts = [f"{format_size(size)} in {seconds:.3f} s"]
+    if stats.bytes != size:
+        parts[0] += f", {format_size(stats.bytes)} of it written and the rest holes"
+    if seconds > 0:
+        parts.append(f"{format_size(int(size / seconds))}/s")
+    if stats.engine == "none":
+        parts.append("not paced")
+    else:
+        parts.append(f"at most {format_size(stats.most_in_flight)} in flight")
+        parts.append(f"stalled {stats.stall_seconds:.3f} s")
+    parts.append(f"final sync {stats.sync_seconds:.3f} s")
+    engine = f"engine {stats.engine}"
+    if stats.reason:
+        engine += f" ({stats.reason})"
+    parts.append(engine)
+    return f"{shell_quote(name)}: {', '.join(parts)}"
