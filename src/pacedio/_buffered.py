@@ -39,6 +39,8 @@ class _Buffered(_Base):
     _taken: ClassVar[tuple[str, ...]] = ()
     _finalizing = False  # IOBase's finalizer sets it before it calls close
 
+    closed = False  # a plain attribute: io.TextIOWrapper reads it at each call
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # A method that a further subclass overrides must be the one that is called.
@@ -68,11 +70,6 @@ class _Buffered(_Base):
     def mode(self) -> str:
         """The mode of the unbuffered file, as io gives it."""
         return self._buffer.mode
-
-    @property
-    def closed(self) -> bool:
-        """True once the file is closed."""
-        return self._buffer.closed
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -119,6 +116,7 @@ class _Buffered(_Base):
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         if not self._finalizing:
+            self.closed = True
             self._buffer.close()
 
     def _dealloc_warn(self, source: object, /) -> None:

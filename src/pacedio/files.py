@@ -15,7 +15,8 @@ from pacedio.writer import PacedRandom, PacedTextWriter, PacedWriter, _PacedFile
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import IO, Any, Literal, TypeAlias, overload
+    from typing import IO, Any, Literal, TypeAlias
+    from typing import overload as _overload
 
     from _typeshed import OpenBinaryModeUpdating, OpenBinaryModeWriting, OpenTextModeUpdating, OpenTextModeWriting
     from _typeshed import OpenTextModeReading as ReadingText
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     ReadingBinary: TypeAlias = Literal["rb", "br"]
 else:
 
-    def overload(function):  # what typing's does at run time
+    def _overload(function):  # what typing's does at run time
         return function
 
 
 _NAME_MAX = 255  # bytes, on every file system that Linux has
 
 
-@overload
+@_overload
 def open(
     file: File,
     mode: OpenTextModeWriting | OpenTextModeUpdating,
@@ -47,7 +48,7 @@ def open(
     sync: bool = True,
     atomic: bool = False,
 ) -> PacedTextWriter: ...
-@overload
+@_overload
 def open(
     file: File,
     mode: ReadingText = "r",
@@ -62,7 +63,7 @@ def open(
     sync: bool = True,
     atomic: bool = False,
 ) -> io.TextIOWrapper: ...
-@overload
+@_overload
 def open(
     file: File,
     mode: OpenBinaryModeUpdating,
@@ -77,7 +78,7 @@ def open(
     sync: bool = True,
     atomic: bool = False,
 ) -> PacedRandom: ...
-@overload
+@_overload
 def open(
     file: File,
     mode: OpenBinaryModeWriting,
@@ -92,7 +93,7 @@ def open(
     sync: bool = True,
     atomic: bool = False,
 ) -> PacedWriter: ...
-@overload
+@_overload
 def open(  # type: ignore[overload-overlap]
     file: File,
     mode: ReadingBinary,
@@ -107,7 +108,7 @@ def open(  # type: ignore[overload-overlap]
     sync: bool = True,
     atomic: bool = False,
 ) -> RawReader: ...
-@overload
+@_overload
 def open(
     file: File,
     mode: ReadingBinary,
@@ -122,7 +123,7 @@ def open(
     sync: bool = True,
     atomic: bool = False,
 ) -> PacedReader: ...
-@overload
+@_overload
 def open(
     file: File,
     mode: str,

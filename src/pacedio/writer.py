@@ -362,7 +362,6 @@ class PacedWriter(_Buffered):
     _buffer_kind: type[io.BufferedWriter | io.BufferedRandom] = io.BufferedWriter
     _raw: _PacedFile
 
-    closed = False  # a plain attribute, because io.TextIOWrapper reads it at each write
     _failed = False
     _inherited = False  # from the parent of this process
     _collected = False  # an outer file is garbage, and closes this one
@@ -607,7 +606,7 @@ class PacedTextWriter(io.TextIOWrapper):
     """The io.TextIOWrapper over a PacedWriter that text modes return, with the writer's `stats` and `sync`."""
 
     buffer: PacedWriter
-    closed = False  # as in PacedWriter
+    closed = False  # a plain attribute, as in PacedWriter: it is read at each write
 
     def __init__(self, buffer: PacedWriter, **arguments: Any) -> None:
         super().__init__(buffer, **arguments)
