@@ -160,6 +160,12 @@ def test_eagain_is_the_callers(kernel: Kernel, path: Path) -> None:
     assert path.read_bytes() == b"abc"
 
 
+def test_a_sync_covers_all_windows_that_were_started(kernel: Kernel, path: Path) -> None:
+    f = write(path, Pacing(engine="datasync"), data=DATA * 4)
+    check_written(path, kernel, f, "datasync", DATA * 4)
+    assert kernel.count("fdatasync") <= 4 * len(DATA) // (LIMIT - f.stats.limit // 4) + 1
+
+
 # ---- errors of the data ----
 
 

@@ -128,9 +128,15 @@ class Planned:
 
     def keep_up(self) -> None:
         hot = self.hot_page()
+        before = self.dirty - {hot}
         self.until_done(lib.pio_window_keep_up)
         if hot is not None:
             assert hot in self.dirty
+        if len(before) * self.page < self.window:
+            # Nothing is started but what reaches a boundary.
+            per_window = self.window // self.page
+            for page in before - self.dirty:
+                assert set(range(page, (page // per_window + 1) * per_window)) <= before
         # What is left is less than a window, the hot page aside, and completes none.
         cold = self.dirty - {hot}
         assert len(cold) * self.page < self.window
