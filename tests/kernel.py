@@ -163,6 +163,13 @@ class Kernel:
     def munmap(self, _address: Any, _length: int) -> int:
         return 0
 
+    def msync(self, address: Any, length: int) -> int:
+        first = int(ffi.cast("intptr_t", address)) // PAGE - 1
+        pages = set(range(first, first + -(-length // PAGE)))
+        self.dirty -= pages
+        self.writeback -= pages
+        return 0
+
     def mincore(self, address: Any, length: int, vec: Any) -> int:
         first = int(ffi.cast("intptr_t", address)) // PAGE - 1
         for i in range(-(-length // PAGE)):

@@ -267,15 +267,15 @@ def test_an_error_of_a_window_that_is_synced_is_met_once(kernel: Kernel, path: P
     check_failed_for_ever(f, kernel, code, True, before)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL], ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
 def test_a_sync_that_fails_when_patience_ends_is_met_once(kernel: Kernel, path: Path, code: int) -> None:
-    """However the errno looks: a sync is never made again."""
     kernel.mapped_by_others = True
-    kernel.faults["fdatasync"] = always(code)
+    kernel.faults["msync"] = always(code)
     before = descriptors()
     f = pacedio.open(path, "wb", pacing=Pacing(engine="advise"))
     assert write_until_it_fails(f).errno == code
-    assert kernel.count("fdatasync") == 1
+    assert kernel.count("msync") == 1
+    assert kernel.count("fdatasync") == 0
     check_failed_for_ever(f, kernel, code, True, before)
 
 
@@ -442,13 +442,39 @@ def test_pages_that_stay_in_the_cache_are_synced(kernel: Kernel, path: Path) -> 
     kernel.mapped_by_others = True
     begin = kernel.now()
     f = write(path, Pacing(engine="advise"))
-    check_written(path, kernel, f, "datasync")
-    assert "another process may map them" in f.stats.reason
-    assert 5 * 10**9 <= kernel.now() - begin < 10 * 10**9
-    # That is the file's matter, and not the mount's.
+    check_written(path, kernel, f, "advise")
+    # The first window is waited for with patience; those after it are synced at once.
+    windows = f.stats.windows
+    assert kernel.count("msync") == windows > 4
+    assert 10**8 <= kernel.now() - begin < 2 * 10**8
+    assert kernel.count("fdatasync") == 1
+
     kernel.mapped_by_others = False
     kernel.cached.clear()
     check_written(path, kernel, write(path, Pacing(engine="advise")), "advise")
+    assert kernel.count("msync") == windows
+
+
+def test_patience_comes_back_when_pages_go_again(kernel: Kernel, path: Path) -> None:
+    kernel.mapped_by_others = True
+    with pacedio.open(path, "wb", pacing=Pacing(engine="advise", window=PAGE, limit=2 * PAGE)) as f:
+        f.write(DATA[: 10 * PAGE])
+        f.flush()
+        synced = kernel.count("msync")
+        assert synced >= 8
+        kernel.mapped_by_others = False
+        kernel.cached.clear()
+        f.write(DATA[10 * PAGE : 40 * PAGE])
+        assert kernel.count("msync") <= synced + 17
+    assert path.read_bytes() == DATA[: 40 * PAGE]
+
+
+def test_a_mapping_that_cannot_be_synced(kernel: Kernel, path: Path) -> None:
+    kernel.mapped_by_others = True
+    kernel.faults["msync"] = always(errno.ENOSYS)
+    f = write(path, Pacing(engine="advise"))
+    check_written(path, kernel, f, "datasync")
+    assert "Function not implemented" in f.stats.reason
 
 
 # ---- engines are verified ----
