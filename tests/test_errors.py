@@ -734,7 +734,7 @@ def traced(path: Path, inject: str) -> list[str]:
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
     log = path.with_name("strace.log")
-    probe = ["strace", "-f", "-e", "trace=sync_file_range,fdatasync", "-o", str(log)]
+    probe = ["strace", "-f", "-e", "trace=sync_file_range,fdatasync,statx", "-o", str(log)]
     if subprocess.run([*probe, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("strace may not trace here")
     command = [*probe, "-e", f"inject={inject}", sys.executable, "-c", textwrap.dedent(SCRIPT), str(path)]
@@ -760,6 +760,12 @@ def test_a_kernel_without_sync_file_range(paced_by_range: Path, code: str, when:
     assert said.startswith("advise True")
     assert os.strerror(getattr(errno, code)) in said
     assert log.count("(INJECTED)") == 1
+
+
+def test_a_sandbox_that_forbids_statx(paced_by_range: Path) -> None:
+    said, log = traced(paced_by_range, "statx:error=EPERM")
+    assert said == "range True None"
+    assert "(INJECTED)" in log
 
 
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
