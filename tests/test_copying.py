@@ -22,6 +22,7 @@ from pacedio import copying, files
 from pacedio._native import ffi, lib
 from pacedio.copying import copy_contents
 from pacedio.exceptions import SourceError
+from pacedio.pacing import Pacing
 from pacedio.writer import PacedWriter
 
 if TYPE_CHECKING:
@@ -706,3 +707,41 @@ def test_a_small_file_needs_no_thread(tmp_path: Path, target: Path) -> None:
     before, seen = threads(), []
     copy(source, target, progress=lambda _: seen.append(threads()))
     assert seen == [before]
+
+
+def test_a_signal_after_a_copy_leaves_nothing_out(tmp_path: Path) -> None:
+    """The copied bytes are not taken for those of the write that the handler's exception ended."""
+    (tmp_path / "source").write_bytes(bytes(300_000))
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("from the handler")
+
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        with (
+            open(tmp_path / "source", "rb") as source,
+            files.open(tmp_path / "target", "wb", pacing=Pacing(rate="1MB/s")) as f,
+        ):
+            copy_contents(source.fileno(), f)
+            f.write(b"x" * 100_000)
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+            with pytest.raises(RuntimeError, match="from the handler"):
+                f.flush()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (tmp_path / "target").read_bytes() == bytes(300_000) + b"x" * 100_000
+
+
+def test_a_forked_child_that_copies_syncs_at_close(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(300_000))
+    with open(tmp_path / "source", "rb") as source, files.open(tmp_path / "target", "wb") as f:
+        child = os.fork()
+        if child == 0:
+            try:
+                copy_contents(source.fileno(), f)
+                f.close()
+                os._exit(0 if f.stats.sync_seconds > 0 else 3)
+            finally:
+                os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

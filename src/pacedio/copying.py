@@ -64,3 +64,4 @@ def copy_contents(
                 target._raw.refuse(moved)
     finally:
         ffi.release(handle)
+        target._raw.catch_up()

@@ -288,6 +288,10 @@ class _PacedFile(io.FileIO):
         if code < 0 and not self.ignores_writes:
             self.refuse(code)
 
+    def catch_up(self) -> None:
+        """Others wrote through the C writer, and were told what it took."""
+        self._accepted = self.raw_stats().bytes
+
     @property
     def wrote(self) -> bool:
         return self._accepted > 0
