@@ -34,7 +34,6 @@ SYS = lib.pio_sys_table
 SIGNATURES = {
     "read": "int64_t(int, void *, size_t)",
     "pread": "int64_t(int, void *, size_t, int64_t)",
-    "pread_uncached": "int64_t(int, void *, size_t, int64_t)",
     "write": "int64_t(int, void const *, size_t)",
     "write_uncached": "int64_t(int, void const *, size_t)",
     "lseek": "int64_t(int, int64_t, int)",
@@ -457,10 +456,6 @@ def refuse_again(real: Any) -> Callable[..., int]:
     return open_
 
 
-def unsupported(real: Any) -> Callable[..., int]:
-    return lambda *arguments: -errno.EOPNOTSUPP
-
-
 @pytest.mark.parametrize("pages", PAGE_SETS)
 @pytest.mark.parametrize("how", [refuse_direct, refuse_again])
 def test_pages_are_left_as_they_were_without_o_direct(
@@ -468,7 +463,7 @@ def test_pages_are_left_as_they_were_without_o_direct(
 ) -> None:
     spread(cold, pages)
     before = resident(cold)
-    with replaced("open", how), replaced("pread_uncached", unsupported):
+    with replaced("open", how):
         copy(cold, target)
     assert resident(cold) == before
     assert digest(cold) == digest(target)
