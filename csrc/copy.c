@@ -52,13 +52,6 @@
 #define LEAST_PAGE 4096
 #define MOST_READERS 64
 
-/* Ways to read a piece, in the order that they are tried. */
-enum {
-	DIRECT,
-	UNCACHED,
-	PLAIN
-};
-
 typedef struct slot {
 	unsigned char *buffer; /* holds the source from the page that `at` is in */
 	int64_t at;
@@ -209,26 +202,18 @@ static int unsupported(int64_t error) {
 	return error == -EINVAL || error == -EOPNOTSUPP || error == -ENOSYS || error == -EPERM;
 }
 
-static int64_t read_once(const pio_copy *c, int how, void *buffer, size_t n, int64_t off) {
-	switch (how) {
-	case DIRECT: return c->direct < 0 ? -EOPNOTSUPP : SYS.pread(c->direct, buffer, n, off);
-	case UNCACHED: return SYS.pread_uncached(c->buffered, buffer, n, off);
-	default: return SYS.pread(c->buffered, buffer, n, off);
-	}
-}
-
 /* Reads a piece and leaves the page cache as it was. Reads whole pages, as O_DIRECT needs it; the file may end in the
  * midst of one. */
 static void fill(const pio_copy *c, slot *s) {
 	int64_t from = down(s->at, c->page), skip = s->at - from, got = 0;
 	int64_t want = down(skip + s->len + c->page - 1, c->page);
-	int how = s->cached ? UNCACHED : DIRECT;
+	int fd = s->cached || c->direct < 0 ? c->buffered : c->direct;
 	while (got < skip + s->len) {
-		int64_t r = read_once(c, how, s->buffer + got, (size_t)(want - got), from + got);
+		int64_t r = SYS.pread(fd, s->buffer + got, (size_t)(want - got), from + got);
 		if (r == -EINTR) continue;
-		if (how != PLAIN && unsupported(r)) {
+		if (fd == c->direct && unsupported(r)) {
 			/* Also where O_DIRECT read in part and cannot go on from there. */
-			how++;
+			fd = c->buffered;
 			continue;
 		}
 		if (r < 0) {

@@ -34,7 +34,6 @@ typedef struct pio_status {
 typedef struct pio_sys {
 	int64_t (*read)(int fd, void *buf, size_t n);
 	int64_t (*pread)(int fd, void *buf, size_t n, int64_t off);
-	int64_t (*pread_uncached)(int fd, void *buf, size_t n, int64_t off); /* preadv2(RWF_DONTCACHE) */
 	int64_t (*write)(int fd, const void *buf, size_t n);
 	int64_t (*write_uncached)(int fd, const void *buf, size_t n); /* pwritev2(-1, RWF_DONTCACHE) */
 	int64_t (*lseek)(int fd, int64_t off, int whence);

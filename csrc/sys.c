@@ -57,11 +57,6 @@ static int64_t sys_pread(int fd, void *buf, size_t n, int64_t off) {
 	return result(pread(fd, buf, at_most(n), (off_t)off));
 }
 
-static int64_t sys_pread_uncached(int fd, void *buf, size_t n, int64_t off) {
-	struct iovec vector = {.iov_base = buf, .iov_len = at_most(n)};
-	return result(preadv2(fd, &vector, 1, (off_t)off, RWF_DONTCACHE));
-}
-
 static int64_t sys_write(int fd, const void *buf, size_t n) { return result(write(fd, buf, at_most(n))); }
 
 static int64_t sys_write_uncached(int fd, const void *buf, size_t n) {
@@ -178,7 +173,6 @@ static int sys_process(void) { return (int)getpid(); }
 pio_sys pio_sys_table = {
 	.read = sys_read,
 	.pread = sys_pread,
-	.pread_uncached = sys_pread_uncached,
 	.write = sys_write,
 	.write_uncached = sys_write_uncached,
 	.lseek = sys_lseek,
