@@ -15,7 +15,7 @@ from pacedio.writer import PacedRandom, PacedTextWriter, PacedWriter, _PacedFile
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import IO, Any, Literal, TypeAlias
+    from typing import IO, Any, Literal, SupportsIndex, TypeAlias
     from typing import overload as _overload
 
     from _typeshed import OpenBinaryModeUpdating, OpenBinaryModeWriting, OpenTextModeUpdating, OpenTextModeWriting
@@ -176,6 +176,8 @@ def open(
         raw_mode, text, writes = _parse_mode(mode)
     if not isinstance(file, (str, bytes, int)):
         file = os.fspath(file)
+    if buffering != -1:
+        buffering = _parse_buffering(buffering)
     if pacing is None:
         pacing = BALANCED
     elif not isinstance(pacing, Pacing):
@@ -241,6 +243,16 @@ def _parse_mode(mode: str) -> tuple[str, bool, bool]:
     return parsed
 
 
+def _parse_buffering(buffering: SupportsIndex) -> int:
+    try:
+        size = buffering.__index__()
+    except AttributeError:
+        raise TypeError(f"'{type(buffering).__name__}' object cannot be interpreted as an integer") from None
+    if not -(2**31) <= size < 2**31:
+        raise OverflowError("Python int too large to convert to C int")
+    return size
+
+
 def _open_writer(
     file: int | str | bytes,
     mode: str,
@@ -268,7 +280,13 @@ def _open_writer(
     if buffering > 1:
         raw.buffer_size = buffering
     kind = PacedRandom if "+" in mode else PacedWriter
-    return kind(raw, pacing, sync=sync, entry=entry, unbuffered=buffering == 0)
+    try:
+        return kind(raw, pacing, sync=sync, entry=entry, unbuffered=buffering == 0)
+    except BaseException:  # no memory
+        raw.close()
+        if entry is not None:
+            entry.discard()
+        raise
 
 
 def wrap(fileobj: IO[bytes], pacing: Pacing | None = None, *, sync: bool = True) -> PacedWriter:
