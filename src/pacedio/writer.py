@@ -205,8 +205,9 @@ class _PacedFile(io.FileIO):
     is_closing = False  # without a sync: what is written now is the last
     native_writer: Any = None
     _error: OSError | None = None  # of a write without a C writer
+    unsettled = 0  # the length of a write() whose result nobody was told...
+    _unsettled_at: object = None  # ...and the address of its data, if they were exactly a buffer's worth
     _accepted = 0  # bytes that pio_write took and the caller was told of
-    _untold = 0  # bytes that it took and the BufferedWriter will offer again
 
     def paced(self) -> Any:
         """The C writer."""
@@ -220,10 +221,17 @@ class _PacedFile(io.FileIO):
         return self.native_writer
 
     def write(self, data: Buffer, /) -> int | None:  # type: ignore[override]
-        if self._untold:
-            taken, self._untold = self._untold, 0
-            self._accepted += taken
-            return taken
+        # Python runs signal handlers at calls and jumps only: what is assigned in a row here is assigned together.
+        if self.unsettled:
+            taken = self.raw_stats().bytes - self._accepted
+            if not self._is_offered_again(data):
+                # A caller's own, who knows by the handler's exception that an unknown part was written.
+                self._accepted += taken
+                self.unsettled = 0
+            elif taken:
+                self._accepted += taken
+                self.unsettled = 0
+                return taken  # type: ignore[no-any-return]
         writer = self.native_writer
         if writer is None and self.is_closing and self.buffer_size < self.pacing.window and self.pacing.rate is None:
             return self._write_all_there_is(data)
@@ -233,28 +241,45 @@ class _PacedFile(io.FileIO):
         if writer is None:
             writer = self.paced()
         try:
+            if len(view) == self.buffer_size:
+                self._unsettled_at = ffi.cast("char *", view)
+            self.unsettled = len(view)
             code = _pio_write(writer, view, len(view))
             while code == _EINTR:
                 code = _pio_write(writer, view, len(view))
         except BaseException:
-            # A signal handler raised after the call had returned. Up to a buffer's worth comes from the
-            # BufferedWriter, which will offer it again; more comes straight from a caller, who now knows that an
-            # unknown part was written.
-            taken = self.raw_stats().bytes - self._accepted
-            if len(view) <= self.buffer_size:
-                self._untold = taken
-            else:
-                self._accepted += taken
             # The BufferedWriter's memory must not be kept by a traceback: Python 3.10 crashes when it outlives it.
             del data, view
             raise
         if code < 0:
+            self.unsettled = 0
             del data, view
             if code == -errno.EAGAIN:
                 return None
             self.refuse(code)
         self._accepted += code
-        return int(code)
+        self.unsettled = 0
+        return code  # type: ignore[no-any-return]
+
+    def _is_offered_again(self, data: Buffer) -> bool:
+        """Is `data` the BufferedWriter's next attempt at the unsettled write, which then was its own?
+
+        More than a buffer's worth goes from a caller straight to the file, less never. Exactly as much may come either
+        way (Python 3.13), but only the BufferedWriter offers the same memory again: callers who go on after an
+        exception ask where they are, and `settle` comes first.
+        """
+        if self.unsettled == self.buffer_size:
+            view = _from_buffer(data)
+            return len(view) == self.unsettled and view == self._unsettled_at
+        return self.unsettled < self.buffer_size
+
+    def settle(self, buffer: io.BufferedIOBase) -> None:
+        """Tell the BufferedWriter how far an interrupted write came."""
+        buffer.flush()
+        if self.unsettled:  # not the BufferedWriter's, or it would have been offered again
+            accepted = self.raw_stats().bytes
+            self._accepted = accepted
+            self.unsettled = 0
 
     def _write_all_there_is(self, data: Buffer) -> int | None:
         try:
@@ -294,7 +319,7 @@ class _PacedFile(io.FileIO):
 
     @property
     def wrote(self) -> bool:
-        return self._accepted > 0
+        return self.raw_stats().bytes > 0  # type: ignore[no-any-return]
 
     def raw_stats(self) -> Any:
         stats = ffi.new("pio_stats *")
@@ -317,6 +342,8 @@ class _PacedFile(io.FileIO):
             if owner is not None:
                 owner._has_failed()
             raise self.error()
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
         raise _native.error(code, self.name)
 
     def error(self) -> OSError:
@@ -371,7 +398,7 @@ class PacedWriter(_Buffered):
     _collected = False  # an outer file is garbage, and closes this one
     _unbuffered = False
     _entry_synced = False
-    _text: ref[io.TextIOWrapper] | None = None
+    _text: ref[PacedTextWriter] | None = None
     _keep: object = None  # the caller's file object, whose descriptor this writes to
 
     def __init__(
@@ -429,11 +456,15 @@ class PacedWriter(_Buffered):
         return it.
         """
         self._check()
+        if self._raw.unsettled:
+            self._raw.settle(self._buffer)
         return self._buffer.seek(offset, whence)
 
     def tell(self) -> int:
         """Return the position in bytes."""
         self._check()
+        if self._raw.unsettled:
+            self._raw.settle(self._buffer)
         return self._buffer.tell()
 
     def truncate(self, pos: int | None = None, /) -> int:
@@ -448,6 +479,8 @@ class PacedWriter(_Buffered):
         self._check()
         raw = self._buffer.detach()
         self._forget()
+        if self._entry is not None:
+            self._entry.discard()
         return raw
 
     def close(self) -> None:
@@ -460,14 +493,15 @@ class PacedWriter(_Buffered):
         atomic = self._entry is not None and self._entry.atomic
         # Garbage promises nothing: its bytes go to the kernel as those of io's files do.
         garbage = self._finalizing or self._collected or self._buffer.closed
-        if garbage and atomic:
+        if (garbage and atomic) or self._raw.ignores_writes:
             self._abandon()
             return
         if garbage or not (self._sync or atomic):
-            self._forget()
-            if not self._finalizing:  # else the buffer is collected next
+            if self._finalizing:  # the buffer is collected next
+                self._forget()
+            else:
                 self._raw.is_closing = True
-                self._buffer.close()
+                self._release()
             return
         try:
             self._buffer.flush()
@@ -475,11 +509,11 @@ class PacedWriter(_Buffered):
                 self.sync()
             if self._entry is not None:
                 self._entry.commit(self._raw.fileno(), durable=self._sync)
+                self._entry = None
         except BaseException:
             self._abandon()
             raise
-        self._forget()
-        self._buffer.close()
+        self._release()
 
     def discard(self) -> None:
         """Close without a sync; what is still in the user-space buffer is lost, and an atomic file leaves no trace: the
@@ -489,16 +523,24 @@ class PacedWriter(_Buffered):
             self._abandon()
 
     def _abandon(self) -> None:
-        self._forget()
         self._raw.ignores_writes = True
         try:
-            self._buffer.close()
+            self._release()
         finally:
             if self._entry is not None:
                 self._entry.discard()
 
+    def _release(self) -> None:
+        try:
+            self._buffer.close()
+        finally:
+            if self._buffer.closed:  # else a signal handler raised first, and close may be called again
+                self._forget()
+
     def _forget(self) -> None:
         self.closed = True
+        if self._text is not None and (text := self._text()) is not None:
+            text.closed = True
         _open_writers.pop(id(self), None)
 
     def __exit__(
@@ -613,7 +655,9 @@ class PacedTextWriter(io.TextIOWrapper):
     closed = False  # a plain attribute, as in PacedWriter: it is read at each write
 
     def __init__(self, buffer: PacedWriter, **arguments: Any) -> None:
+        self.closed = True  # for the finalizer of one whose arguments are refused
         super().__init__(buffer, **arguments)
+        self.closed = False
         buffer._text = ref(self)
 
     @property
@@ -634,10 +678,7 @@ class PacedTextWriter(io.TextIOWrapper):
     def close(self) -> None:
         """Write, sync, commit and close, as `PacedWriter.close`."""
         if not self.closed:
-            try:
-                super().close()
-            finally:
-                self.closed = True
+            super().close()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
