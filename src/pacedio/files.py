@@ -381,6 +381,8 @@ class _Replacement:
     def __init__(self, path: str | bytes, *, exclusive: bool) -> None:
         self._path = path
         self._exclusive = exclusive
+        if not path:  # which realpath takes for the current directory
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if exclusive and os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         # As bytes: a name need not be text. A symbolic link stays one, and what it points to is replaced.
