@@ -563,11 +563,8 @@ def test_ctrl_c_ends_a_process(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("number", range(40))
-def test_a_signal_during_sync_and_close(tmp_path: Path, number: int) -> None:
-    """sync may be tried again after a handler raised, and close, whenever a handler raises in it, ends in a close."""
-    f = pacedio.open(tmp_path / "file", "wb", pacing=SMALL)
-    fd = f.fileno()
+def test_a_signal_during_sync(tmp_path: Path) -> None:
+    """It may be called again after a handler raised in it."""
     rounds = 0
 
     def step() -> None:
@@ -576,8 +573,25 @@ def test_a_signal_during_sync_and_close(tmp_path: Path, number: int) -> None:
         f.sync()
         rounds += 1
 
-    interrupt(step, lambda: rounds >= 3, 0.0002 + number * 1e-5)
-    interrupt(f.close, lambda: f.closed, 0.0001 + number * 1e-5)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    with pacedio.open(tmp_path / "file", "wb", pacing=SMALL) as f:
+        interrupt(step, lambda: rounds >= 3)
     assert set((tmp_path / "file").read_bytes()) == set(b"x")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"sync": False}, {"atomic": True}], ids=str)
+def test_a_signal_during_close(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """Whenever a handler raises, the descriptor is released in the end, and an atomic file is whole or not there."""
+    interruptions = 0
+    for number in range(100):
+        f = pacedio.open(tmp_path / "file", "wb", pacing=SMALL, **arguments)
+        fd = f.fileno()
+        f.write(b"%d" % (number % 10) * 100_000)
+        interruptions += interrupt(f.close, lambda f=f: f.closed, 0.00005 + number * 5e-6)  # type: ignore[misc]
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+        if "atomic" in arguments and (tmp_path / "file").exists():
+            whole = (tmp_path / "file").read_bytes()
+            assert len(whole) == 100_000
+            assert len(set(whole)) == 1
+        assert len(os.listdir(tmp_path)) <= 1
+    assert interruptions > 10

@@ -308,8 +308,12 @@ class _PacedFile(io.FileIO):
         """Start what was not started, and release the descriptor. Raise what made the writer fail."""
         if self.is_parents or self.closed:
             return
-        code = 0 if self.native_writer is None else lib.pio_writer_close(self.native_writer)
-        super().close()
+        code = 0
+        try:
+            if self.native_writer is not None:
+                code = lib.pio_writer_close(self.native_writer)
+        finally:
+            super().close()
         if code < 0 and not self.ignores_writes:
             self.refuse(code)
 
@@ -396,6 +400,7 @@ class PacedWriter(_Buffered):
     _failed = False
     _inherited = False  # from the parent of this process
     _collected = False  # an outer file is garbage, and closes this one
+    _releasing = False
     _unbuffered = False
     _entry_synced = False
     _text: ref[PacedTextWriter] | None = None
@@ -492,7 +497,7 @@ class PacedWriter(_Buffered):
             return
         atomic = self._entry is not None and self._entry.atomic
         # Garbage promises nothing: its bytes go to the kernel as those of io's files do.
-        garbage = self._finalizing or self._collected or self._buffer.closed
+        garbage = self._finalizing or self._collected or self._releasing or self._buffer.closed
         if (garbage and atomic) or self._raw.ignores_writes:
             self._abandon()
             return
@@ -532,10 +537,14 @@ class PacedWriter(_Buffered):
 
     def _release(self) -> None:
         try:
-            self._buffer.close()
+            if not self._releasing:
+                self._releasing = True
+                self._buffer.close()
         finally:
-            if self._buffer.closed:  # else a signal handler raised first, and close may be called again
-                self._forget()
+            # A handler may have raised before the buffer came to it; then close may also be called again.
+            if not self._raw.closed:
+                self._raw.close()
+            self._forget()
 
     def _forget(self) -> None:
         self.closed = True
