@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
@@ -141,7 +142,6 @@ def test_a_child_does_not_write_what_it_inherited(
         if how == "close":
             f.close()
         elif how == "collect":
-            import gc
             import warnings
 
             warnings.simplefilter("ignore")
@@ -359,6 +359,7 @@ def interrupt(step: Callable[[], None], until: Callable[[], bool], interval: flo
         armed = False
 
     before = signal.signal(signal.SIGALRM, handler)
+    gc.disable()  # Hypothesis is called at each collection, and what a handler raises there would be lost
     signal.setitimer(signal.ITIMER_REAL, interval, interval)
     try:
         done = False
@@ -370,6 +371,7 @@ def interrupt(step: Callable[[], None], until: Callable[[], bool], interval: flo
                 pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        gc.enable()
         signal.signal(signal.SIGALRM, before)
     return interruptions
 
