@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import builtins
+import bz2
 import contextlib
 import csv
 import errno
@@ -13,6 +14,7 @@ import gzip
 import io
 import itertools
 import json
+import lzma
 import mmap
 import os
 import pickle
@@ -1085,6 +1087,17 @@ def test_wrap_does_not_close_a_file_that_fails() -> None:
         assert not plain.closed
 
 
+@pytest.mark.parametrize("module", [gzip, bz2, lzma])
+def test_wrap_refuses_what_changes_the_bytes(module: Any) -> None:
+    """To write past it through its descriptor would leave a file that nobody can read."""
+    with module.open("packed", "wb") as packed:
+        packed.write(b"inside")
+        with pytest.raises(TypeError, match=r"gzip\.open\(pacedio\.open\(path, 'wb'\)\)"):
+            pacedio.wrap(packed)
+    with module.open("packed", "rb") as packed:
+        assert packed.read() == b"inside"
+
+
 def test_wrap_refuses() -> None:
     put(b"older")()
     with builtins.open("file", "rb") as plain, pytest.raises(ValueError, match="not open for writing: 'file'"):
@@ -1095,8 +1108,9 @@ def test_wrap_refuses() -> None:
         pass
     with pytest.raises(ValueError, match="closed"):
         pacedio.wrap(plain)
-    with pytest.raises(io.UnsupportedOperation, match="fileno"):
-        pacedio.wrap(io.BytesIO())
+    for other in (io.BytesIO(), "file", 1):
+        with pytest.raises(TypeError, match=f"not {type(other).__name__};"):
+            pacedio.wrap(other)  # type: ignore[arg-type]
     with builtins.open("file", "ab") as plain, pytest.raises(TypeError, match="pacing must be a Pacing, not int"):
         pacedio.wrap(plain, 5)  # type: ignore[arg-type]
     assert tree() == {b"file": b"older"}

@@ -281,6 +281,8 @@ def test_same_with_strange_names(pair: tuple[Path, Path], arguments: list[str | 
 @pytest.mark.parametrize("umask", [0o000, 0o027, 0o077, 0o777])
 @pytest.mark.parametrize("option", ["-v", "-p"])
 def test_mode_and_umask(pair: tuple[Path, Path], umask: int, option: str) -> None:
+    if umask == 0o777 and os.geteuid() != 0:
+        pytest.skip("only root may compare files of mode 000")
     names = ["a", "executable", "secret", "setuid", "readonly"]
     assert_same(pair, [option, *names, "d"], umask=umask)
 
@@ -302,6 +304,7 @@ def test_preserve(pair: tuple[Path, Path], target: str) -> None:
             os.chown(root / "secret", 1234, 2345)
         outcome = run(command, "-p", "secret", target, cwd=root)
         copy = (root / target).stat()
+        outcome = (*outcome[:2], re.sub(rb"(?m)^cp: ", b"pacedcp: ", outcome[2]))
         outcomes.append((outcome, copy.st_mode, copy.st_uid, copy.st_gid, copy.st_atime_ns, copy.st_mtime_ns))
     assert outcomes[0] == outcomes[1]
     assert outcomes[1][-2:] == (1_000_000_000_123_456_789, 1_100_000_000_987_654_321)
@@ -730,7 +733,7 @@ def test_progress_makes_way_for_messages(tmp_path: Path) -> None:
     lines = [line.rpartition("\x1b[2K")[2] for line in re.split(r"\r*\n", shown)]
     assert any(line.endswith("pacedcp: cannot stat 'nosuch': No such file or directory") for line in lines)
     assert sum("'d/a': 1 MiB in" in line for line in lines) == 1
-    assert "100% of 2 MiB" in shown
+    assert re.search(r"total .*100% of all 2 MiB", shown)
 
 
 def test_no_bar_for_a_quick_copy_in_a_terminal(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import json
 import os
+import pickle
 import random
 import re
 import threading
@@ -77,7 +80,8 @@ def test_frozen(tmp_path: Path) -> None:
 
 def test_fields(tmp_path: Path) -> None:
     with pacedio.open(tmp_path / "file", "wb") as f:
-        assert {name for name in dir(f.stats) if not name.startswith("_")} == set(FIELDS)
+        assert {name for name in dir(f.stats) if not name.startswith("_")} == {*FIELDS, "as_dict"}
+        assert set(f.stats.as_dict()) == set(FIELDS)
         for name in FIELDS:
             assert f"{name}={getattr(f.stats, name)!r}" in repr(f.stats)
 
@@ -205,16 +209,43 @@ def test_one_line(on_disk: Path) -> None:
     with pacedio.open(on_disk / "small", "wb") as f:
         f.write(b"x" * 1536)
     assert re.fullmatch(
-        r"1\.5 KiB written, sync \d+\.\d{3} s, engine undecided \(no window was filled\)", str(f.stats)
+        r"1\.5 KiB written, sync [\d.]+ m?s, engine undecided \(no window was filled\)", str(f.stats)
     ), str(f.stats)
     with pacedio.open(on_disk / "big", "wb") as f:
         f.write(bytes(8 * MIB))
     assert re.fullmatch(
         r"8 MiB written, at most 2 MiB in flight, "
-        r"(no stall|(1 stall|\d+ stalls) of \d+\.\d\d s, longest \d+\.\d ms), "
-        r"sync \d+\.\d{3} s, engine (range|uncached)( \(.+\))?",
+        r"(no stall|(1 stall|\d+ stalls) of [\d.]+ m?s, longest [\d.]+ m?s), "
+        r"sync [\d.]+ m?s, engine (range|uncached)( \(.+\))?",
         str(f.stats),
     ), str(f.stats)
+
+
+def test_without_a_sync_the_line_says_so(on_disk: Path) -> None:
+    with pacedio.open(on_disk / "file", "wb", sync=False) as f:
+        f.write(bytes(MIB))
+    assert f.stats.sync_seconds == 0
+    assert ", not synced, " in str(f.stats)
+
+
+def test_stats_travel(on_disk: Path) -> None:
+    """Between the processes of a pool, into a copy, into a log of JSON lines."""
+    with pacedio.open(on_disk / "file", "wb") as f:
+        f.write(bytes(4 * MIB))
+    for other in (pickle.loads(pickle.dumps(f.stats)), copy.copy(f.stats), copy.deepcopy(f.stats)):
+        assert other == f.stats
+        assert hash(other) == hash(f.stats)
+    told = json.loads(json.dumps(f.stats.as_dict()))
+    assert told == f.stats.as_dict()
+    assert told["bytes"] == 4 * MIB
+    assert told["error"] is None
+
+    with pytest.raises(OSError, match="No space left"), pacedio.open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"x")
+    assert "No space left on device" in full.stats.as_dict()["error"]
+    again = pickle.loads(pickle.dumps(full.stats))
+    assert (type(again.error), again.error.errno) == (OSError, 28)
+    assert again == full.stats
 
 
 def test_of_text_and_of_a_wrapped_file(tmp_path: Path) -> None:

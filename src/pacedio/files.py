@@ -8,6 +8,7 @@ import io
 import os
 import stat
 
+from pacedio._buffered import _Buffered
 from pacedio.pacing import BALANCED, Pacing
 from pacedio.reader import PacedReader, RawReader
 from pacedio.writer import PacedRandom, PacedTextWriter, PacedWriter, _PacedFile
@@ -295,11 +296,20 @@ def wrap(fileobj: IO[bytes], pacing: Pacing | None = None, *, sync: bool = True)
     What is in the file's own buffer is written first; then write to the returned `PacedWriter` only. Its `close`
     syncs, unless `sync` is false, and leaves the caller's file open, at the position after what was written.
 
-    Raises `TypeError` for a text file, `ValueError` for one that is closed or not open for writing, and what `fileno`
-    raises (io.UnsupportedOperation) for a file object without a descriptor.
+    Raises `TypeError` for what is not a file as `open` or `tempfile` return them: a text file, a path, and above all a
+    file that changes what is written to it (gzip, bz2, lzma), which goes over a paced file and not under it.
+    `ValueError` for one that is closed or not open for writing.
     """
-    if isinstance(fileobj, io.TextIOBase):
-        raise TypeError(f"wrap() needs a binary file, not {type(fileobj).__name__}: wrap its .buffer")
+    inner = getattr(fileobj, "file", fileobj)  # tempfile's wrappers
+    if isinstance(inner, io.TextIOBase):
+        raise TypeError(f"wrap() needs a binary file, not {type(inner).__name__}: wrap its .buffer")
+    buffered = (io.BufferedReader, io.BufferedWriter, io.BufferedRandom, _Buffered)
+    raw_file = inner.raw if isinstance(inner, buffered) else inner
+    if not isinstance(raw_file, io.FileIO):
+        raise TypeError(
+            f"wrap() needs a file as open(..., 'wb') returns it, not {type(fileobj).__name__}; what compresses or"
+            " converts is to be opened over a paced file: gzip.open(pacedio.open(path, 'wb'))"
+        )
     if pacing is not None and not isinstance(pacing, Pacing):
         raise TypeError(f"pacing must be a Pacing, not {type(pacing).__name__}")
     fileobj.flush()

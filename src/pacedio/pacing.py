@@ -96,6 +96,11 @@ def format_size(size: int, *, exact: bool = False) -> str:
     return f"{whole}.{tenth} {name}" if tenth else f"{whole} {name}"
 
 
+def format_seconds(seconds: float) -> str:
+    """A time as people read it: "9.2 ms" below a second, "1.21 s" from there on."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+
+
 def _parse(text: str, value: str, what: str) -> tuple[int, int]:
     """The bytes that `text` says, as numerator and denominator: no float, which would round."""
     text = text.strip()

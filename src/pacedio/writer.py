@@ -28,7 +28,7 @@ from pacedio import _native
 from pacedio._buffered import _Buffered
 from pacedio._native import ffi, lib
 from pacedio.exceptions import WritebackError
-from pacedio.pacing import BALANCED, Pacing, format_size
+from pacedio.pacing import BALANCED, Pacing, format_seconds, format_size
 
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class WriteStats:
     stalls, stall_seconds, longest_stall_seconds
         Waits that really blocked the caller (50 microseconds or more), outside of `sync`.
     sync_seconds
-        Spent in `sync`, including its starts and waits.
+        Spent in `sync`, including its starts and waits; 0 if nothing was synced.
     verified_dirty_pages
         The most dirty pages that were seen when the engine was verified, or None if this writer had no need to.
     error
@@ -134,6 +134,15 @@ class WriteStats:
         for name in self.__slots__:
             object.__setattr__(self, name, values[name])
 
+    def as_dict(self) -> dict[str, object]:
+        """All of it by name, fit for JSON: the error as its message."""
+        values: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
+        values["error"] = None if self.error is None else str(self.error)
+        return values
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore_stats, ({name: getattr(self, name) for name in self.__slots__},)
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError("WriteStats is frozen")
 
@@ -143,10 +152,10 @@ class WriteStats:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WriteStats):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+        return self.as_dict() == other.as_dict()
 
     def __hash__(self) -> int:
-        return hash(tuple(getattr(self, name) for name in self.__slots__))
+        return hash(tuple(self.as_dict().values()))
 
     def __repr__(self) -> str:
         return f"WriteStats({', '.join(f'{name}={getattr(self, name)!r}' for name in self.__slots__)})"
@@ -155,17 +164,23 @@ class WriteStats:
         parts = [f"{format_size(self.bytes)} written"]
         if self.windows:
             parts.append(f"at most {format_size(self.most_in_flight)} in flight")
-            stalled = "1 stall" if self.stalls == 1 else f"{self.stalls} stalls"
-            parts.append(
-                f"{stalled} of {self.stall_seconds:.2f} s, longest {self.longest_stall_seconds * 1000:.1f} ms"
-                if self.stalls
-                else "no stall"
-            )
-        parts.append(f"sync {self.sync_seconds:.3f} s")
+            if self.stalls:
+                parts.append(
+                    f"{self.stalls} stall{'s' if self.stalls > 1 else ''} of {format_seconds(self.stall_seconds)}"
+                )
+                parts.append(f"longest {format_seconds(self.longest_stall_seconds)}")
+            else:
+                parts.append("no stall")
+        parts.append(f"sync {format_seconds(self.sync_seconds)}" if self.sync_seconds else "not synced")
         parts.append(f"engine {self.engine}" + (f" ({self.reason})" if self.reason else ""))
         if self.error is not None:
             parts.append(f"FAILED: {self.error}")
         return ", ".join(parts)
+
+
+def _restore_stats(values: dict[str, object]) -> WriteStats:
+    """What pickle and copy call, because they pass no keyword arguments."""
+    return WriteStats(**values)
 
 
 def _options(pacing: Pacing) -> Any:

@@ -32,6 +32,7 @@ class Output:
         self._bar: _Bar | None = None
         self._bar_due = float("inf")
         self._total: int | None = None
+        self._files = 1
         self._started = 0.0
         self.failed = False
 
@@ -54,9 +55,14 @@ class Output:
         except OSError as error:
             self._stdout_error = self._stdout_error or error
 
-    def expect(self, total: int | None, *, at_once: bool) -> None:
-        """Show a bar: of `total` bytes, or None if that is unknown; at once, or when a second has passed."""
+    def expect(self, total: int | None, *, files: int, at_once: bool) -> None:
+        """Show a bar: of `total` bytes in so many files, or None if that is unknown; at once, or when a second has
+        passed.
+        """
         self._total = total
+        self._files = files
+        if at_once:
+            self._bar = _Bar(files)  # which takes its time, and that is not the first file's
         self._started = time.monotonic()
         self._bar_due = self._started + (0 if at_once else _PATIENCE)
 
@@ -67,14 +73,15 @@ class Output:
     def progress(self, name: str, done: int) -> None:
         """`done` bytes of the total are done, the latest of them in the file `name`."""
         if self._bar is None:
-            self._bar = _Bar(self._started)
-        self._bar.show(shell_quote(name), done, self._total)
+            self._bar = _Bar(self._files)
+        self._bar.show(shell_quote(name), done, self._total, time.monotonic() - self._started)
         self._bar_due = time.monotonic() + _REFRESH
 
     def finish(self, name: str, done: int) -> None:
         """All is done. If there is a bar, its last state stays."""
         if self._bar:
-            self._bar.show(shell_quote(name), done, done if self._total is None else self._total)
+            label = shell_quote(name) if self._files == 1 else "total"
+            self._bar.show(label, done, done, time.monotonic() - self._started)
             self._bar.keep()
             self._bar = None
 
@@ -119,7 +126,7 @@ class _Bar:
     main thread, and while nothing moves there is nothing to draw.
     """
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, files: int) -> None:
         # These take longer to import than a small file takes to copy.
         from typing import IO, cast
 
@@ -145,9 +152,10 @@ class _Bar:
         )
         self._progress.add_task("", total=None, amount="")
         (self._task,) = self._progress.tasks
-        self._task.start_time = started
+        self._of = "of" if files == 1 else "of all"
+        self._on_terminal = self._progress.console.is_terminal
 
-    def show(self, name: str, done: int, total: int | None) -> None:
+    def show(self, name: str, done: int, total: int | None, seconds: float) -> None:
         from pacedio.pacing import format_size
 
         if total is not None:
@@ -155,18 +163,22 @@ class _Bar:
         self._progress.update(self._task.id, description=name, completed=done, total=total)
         amount = format_size(done)
         if total is not None:
-            amount = f"{self._task.percentage:3.0f}% of {format_size(total)}"
-        speed = self._task.finished_speed or self._task.speed
+            amount = f"{self._task.percentage:3.0f}% {self._of} {format_size(total)}"
+        speed = self._task.speed if done != total else done / seconds
         if speed:
             amount += f" {format_size(int(speed))}/s"
         self._progress.update(self._task.id, amount=amount)
-        self._progress.start()  # does nothing while it is shown
-        self._progress.refresh()
+        if self._on_terminal:
+            self._progress.start()  # does nothing while it is shown
+            self._progress.refresh()
 
     def hide(self) -> None:
         self._progress.stop()
 
     def keep(self) -> None:
+        if not self._on_terminal:  # the last state is all that is worth a line
+            self._progress.console.print(self._progress.get_renderable())
+            return
         self._progress.live.transient = False
         self._progress.stop()
 
@@ -178,14 +190,14 @@ def stats_line(name: str, size: int, seconds: float, stats: WriteStats) -> str:
     parts = [f"{format_size(size)} in {seconds:.3f} s"]
     if stats.bytes != size:
         parts[0] += f", {format_size(stats.bytes)} of it written and the rest holes"
-    if seconds > 0:
-        parts.append(f"{format_size(int(size / seconds))}/s")
+    if seconds > 0 and stats.bytes > 0:
+        parts.append(f"{format_size(int(stats.bytes / seconds))}/s")
     if stats.engine == "none":
         parts.append("not paced")
     else:
         parts.append(f"at most {format_size(stats.most_in_flight)} in flight")
         parts.append(f"stalled {stats.stall_seconds:.3f} s")
-    parts.append(f"final sync {stats.sync_seconds:.3f} s")
+    parts.append(f"final sync {stats.sync_seconds:.3f} s" if stats.sync_seconds else "not synced")
     engine = f"engine {stats.engine}"
     if stats.reason:
         engine += f" ({stats.reason})"

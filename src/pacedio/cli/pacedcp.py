@@ -339,7 +339,7 @@ class _Copier:
     def begin(self, sources: Sequence[str]) -> None:
         self._several = len(sources) > 1
         if self._settings.progress or os.isatty(2):
-            self._output.expect(_total(sources), at_once=self._settings.progress)
+            self._output.expect(_total(sources), files=len(sources), at_once=self._settings.progress)
 
     def end(self) -> None:
         self._output.finish(self._name, self._done)
