@@ -354,7 +354,8 @@ def test_written_pages_are_kept_if_asked(file_system: FileSystem) -> None:
     path = file_system.directory / "file"
     with observed(file_system.pages(path)) as seen:
         pages = undisturbed(lambda: resident_after(path, pacing))
-    assert pages == SIZE // PAGE
+    # The kernel may reclaim a clean page at any time, and does take single ones here; dropping takes all.
+    assert pages >= SIZE // PAGE * 0.99
     assert seen["most"] <= most_allowed(file_system.kind)
 
 
