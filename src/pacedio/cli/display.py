@@ -43,13 +43,13 @@ class Output:
 
     def note(self, text: str) -> None:
         """A line on standard error. If it cannot be written, there is nobody to tell."""
-        self._make_way()
+        self.make_way()
         with contextlib.suppress(OSError):
             _write(2, os.fsencode(f"{text}\n"))
 
     def say(self, text: str) -> None:
         """A line on standard output, where failing to write is an error, which `close` reports once."""
-        self._make_way()
+        self.make_way()
         try:
             _write(1, os.fsencode(f"{text}\n"))
         except OSError as error:
@@ -61,10 +61,17 @@ class Output:
         """
         self._total = total
         self._files = files
-        if at_once:
-            self._bar = _Bar(files)  # which takes its time, and that is not the first file's
+        self._bar_due = time.monotonic() + (0 if at_once else _PATIENCE)
+        if at_once:  # making the bar takes its time, and that is not the first file's
+            self._make_bar()
         self._started = time.monotonic()
-        self._bar_due = self._started + (0 if at_once else _PATIENCE)
+
+    def _make_bar(self) -> _Bar | None:
+        try:
+            self._bar = _Bar(self._files)
+        except OSError:  # no descriptors left to import it with; the copy can do without
+            self._bar_due = float("inf")
+        return self._bar
 
     def wants_progress(self) -> bool:
         """Whether it is time to draw: a few times a second at most."""
@@ -72,26 +79,28 @@ class Output:
 
     def progress(self, name: str, done: int) -> None:
         """`done` bytes of the total are done, the latest of them in the file `name`."""
-        if self._bar is None:
-            self._bar = _Bar(self._files)
-        self._bar.show(shell_quote(name), done, self._total, time.monotonic() - self._started)
+        bar = self._bar or self._make_bar()
+        if bar is None:
+            return
+        bar.show(shell_quote(name), done, self._total, time.monotonic() - self._started)
         self._bar_due = time.monotonic() + _REFRESH
 
     def finish(self, name: str, done: int) -> None:
         """All is done. If there is a bar, its last state stays."""
-        if self._bar:
+        if self._bar and (done or not self.failed):
             label = shell_quote(name) if self._files == 1 else "total"
             self._bar.show(label, done, done, time.monotonic() - self._started)
             self._bar.keep()
             self._bar = None
 
     def close(self) -> None:
-        """Give the terminal back; report that standard output could not be written."""
-        self._make_way()
+        """Take the bar away; report that standard output could not be written."""
+        self.make_way()
         if self._stdout_error:
             self.complain(f"write error: {self._stdout_error.strerror}")
 
-    def _make_way(self) -> None:
+    def make_way(self) -> None:
+        """Give the terminal back to others, until the next `progress`."""
         if self._bar:
             self._bar.hide()
 
@@ -173,7 +182,8 @@ class _Bar:
             self._progress.refresh()
 
     def hide(self) -> None:
-        self._progress.stop()
+        if self._on_terminal:
+            self._progress.stop()
 
     def keep(self) -> None:
         if not self._on_terminal:  # the last state is all that is worth a line
