@@ -30,6 +30,14 @@
  * twice the size that it found, however fast the source grows. Pipes, devices and files of size 0 (/proc) are read
  * until the end, whenever that comes, as cp does.
  *
+ * The size is believed only so far: cp reads until the end, and file systems exist (some of FUSE) whose files hold more
+ * than they say. So the last piece begins where the size ends, is read to see that nothing is there, and is followed by
+ * another one if it was full.
+ *
+ * Whoever waits for a source that hangs must still hear of signals: a step never waits longer than PATIENCE_NS for the
+ * readers. On FUSE, where reads are answered by a program that may never do so, there is always one, and O_DIRECT is not
+ * used: the kernel waits for it so that not even SIGKILL ends the wait.
+ *
  * After fork(2) the child has no reader threads: there pio_copy_step fails and pio_copy_free joins nobody.
  */
 #ifndef _GNU_SOURCE
@@ -45,19 +53,24 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define CHUNK ((int64_t)512 * 1024)        /* one read; the pieces end where multiples of it end */
 #define REGION ((int64_t)16 * 1024 * 1024) /* asked for residency at once; more than any readahead */
 #define LEAST_PAGE 4096
+#define FUSE 0x65735546 /* statfs(2) */
+#define PATIENCE_NS ((int64_t)100 * 1000 * 1000)
 #define MOST_READERS 64
 
 typedef struct slot {
 	unsigned char *buffer; /* holds the source from the page that `at` is in */
 	int64_t at;
 	int64_t len; /* of the hole, or wanted */
-	int64_t got; /* bytes of `len` that were read, fewer only at the source's end; or a negative errno */
+	int64_t filled; /* so far, of the buffer */
+	int64_t got;    /* bytes of `len` that were read, fewer only at the source's end; or a negative errno */
 	int hole;
+	int beyond; /* what the size says */
 	int cached; /* some of its pages were resident */
 	int ready;
 	unsigned char before[CHUNK / LEAST_PAGE];
@@ -70,6 +83,7 @@ struct pio_copy {
 	int buffered; /* the source, or a descriptor of our own for it; only it is seeked and read through the cache */
 	int direct;   /* with O_DIRECT, or -1 */
 	int streaming;
+	int fuse;
 	int process;
 	int error; /* of pio_copy_new; 0: none */
 	int source_failed;
@@ -179,6 +193,7 @@ static int next_piece(pio_copy *c, slot *s) {
 			if (c->sparse && c->next >= c->extent_end) data = next_data(c);
 			s->at = c->next;
 			s->hole = data > c->next;
+			s->beyond = 0;
 			s->cached = 0;
 			if (s->hole) {
 				end = data;
@@ -193,7 +208,14 @@ static int next_piece(pio_copy *c, slot *s) {
 			return 1;
 		}
 	} while (another_lap(c));
-	return 0;
+	if (source_size(c) > c->next) return 0; /* it grows faster than it is followed */
+	s->at = c->next;
+	s->len = down(c->next, CHUNK) + CHUNK - c->next;
+	s->hole = 0;
+	s->beyond = 1;
+	c->next += s->len;
+	c->end = c->next;
+	return 1;
 }
 
 /* ---- reading ---- */
@@ -203,14 +225,18 @@ static int unsupported(int64_t error) {
 }
 
 /* Reads a piece and leaves the page cache as it was. Reads whole pages, as O_DIRECT needs it; the file may end in the
- * midst of one. */
+ * midst of one. Where a signal came (`got` is -EINTR) the next call goes on. */
 static void fill(const pio_copy *c, slot *s) {
-	int64_t from = down(s->at, c->page), skip = s->at - from, got = 0;
+	int64_t from = down(s->at, c->page), skip = s->at - from, got = s->filled;
 	int64_t want = down(skip + s->len + c->page - 1, c->page);
-	int fd = s->cached || c->direct < 0 ? c->buffered : c->direct;
+	int fd = s->cached || s->beyond || c->direct < 0 ? c->buffered : c->direct;
 	while (got < skip + s->len) {
 		int64_t r = SYS.pread(fd, s->buffer + got, (size_t)(want - got), from + got);
-		if (r == -EINTR) continue;
+		if (r == -EINTR) {
+			s->filled = got;
+			s->got = r;
+			return;
+		}
 		if (fd == c->direct && unsupported(r)) {
 			/* Also where O_DIRECT read in part and cannot go on from there. */
 			fd = c->buffered;
@@ -224,7 +250,7 @@ static void fill(const pio_copy *c, slot *s) {
 		got += r;
 	}
 	/* Also after O_DIRECT: of compressed files btrfs reads through the cache then. */
-	if (c->known) pio_resident_drop(c->source, s->at, s->len, s->before);
+	if (c->known && !s->beyond) pio_resident_drop(c->source, s->at, s->len, s->before);
 	if (got >= 0) got = got < skip ? 0 : least(got - skip, s->len);
 	s->got = got;
 }
@@ -237,6 +263,7 @@ static slot *issue(pio_copy *c) {
 		return NULL;
 	}
 	s->ready = s->hole;
+	s->filled = s->beyond ? s->at % c->page : 0; /* and the page that the size ends in stays alone */
 	c->issued++;
 	return s;
 }
@@ -251,9 +278,11 @@ static void *reader(void *argument) {
 		if (c->stop || !(s = issue(c))) break;
 		if (!s->hole) {
 			pthread_mutex_unlock(&c->lock);
-			fill(c, s);
+			do fill(c, s);
+			while (s->got == -EINTR);
 			pthread_mutex_lock(&c->lock);
 			s->ready = 1;
+			if (s->got < s->len) c->exhausted = 1;
 		}
 		pthread_cond_signal(&c->filled);
 	}
@@ -265,20 +294,30 @@ static void *reader(void *argument) {
 
 /* ---- the step ---- */
 
-/* The oldest slot, once it is ready; NULL at the end. */
-static slot *oldest(pio_copy *c) {
+/* The oldest slot, once it is ready, in `*out`; NULL at the end. -EINTR: signal handlers are to run, then call again. */
+static int oldest(pio_copy *c, slot **out) {
 	slot *s = &c->slots[c->taken % (uint64_t)c->slot_count];
+	int error = 0;
 	if (c->threads == 0) {
-		if (c->issued > c->taken) return s;
-		s = issue(c);
-		if (s && !s->hole) fill(c, s);
-		return s;
+		if (c->issued == c->taken) s = issue(c);
+		if (s && !s->ready) {
+			fill(c, s);
+			if (s->got == -EINTR) return -EINTR;
+			s->ready = 1;
+		}
+	} else {
+		int64_t until = SYS.now() + PATIENCE_NS;
+		struct timespec deadline = {
+			.tv_sec = (time_t)(until / 1000000000), .tv_nsec = (long)(until % 1000000000)};
+		pthread_mutex_lock(&c->lock);
+		while (error == 0 && !(c->issued > c->taken ? s->ready : c->exhausted))
+			error = pthread_cond_timedwait(&c->filled, &c->lock, &deadline);
+		if (c->issued == c->taken) s = NULL;
+		pthread_mutex_unlock(&c->lock);
+		if (error) return -EINTR;
 	}
-	pthread_mutex_lock(&c->lock);
-	while (!(c->issued > c->taken ? s->ready : c->exhausted)) pthread_cond_wait(&c->filled, &c->lock);
-	if (c->issued == c->taken) s = NULL;
-	pthread_mutex_unlock(&c->lock);
-	return s;
+	*out = s;
+	return 0;
 }
 
 static void done_with_oldest(pio_copy *c) {
@@ -287,6 +326,12 @@ static void done_with_oldest(pio_copy *c) {
 	c->taken++;
 	pthread_cond_signal(&c->room);
 	pthread_mutex_unlock(&c->lock);
+}
+
+/* A device may take nothing and call it no error; from the step, 0 would mean the end. */
+static int64_t write_some(pio_copy *c, const unsigned char *bytes, int64_t count) {
+	int64_t n = pio_write(c->writer, bytes, (size_t)count);
+	return n == 0 ? -ENOSPC : n;
 }
 
 /* Copies a source that has no offsets, or says that it is empty. */
@@ -300,7 +345,7 @@ static int64_t stream(pio_copy *c) {
 		s->got = n;
 		c->written = 0;
 	}
-	n = pio_write(c->writer, s->buffer + c->written, (size_t)(s->got - c->written));
+	n = write_some(c, s->buffer + c->written, s->got - c->written);
 	if (n > 0) c->written += n;
 	return n;
 }
@@ -315,7 +360,7 @@ static int64_t skip_hole(pio_copy *c, const slot *s) {
 }
 
 static int64_t write_data(pio_copy *c, const slot *s) {
-	int64_t n = pio_write(c->writer, s->buffer + s->at % c->page + c->written, (size_t)(s->got - c->written));
+	int64_t n = write_some(c, s->buffer + s->at % c->page + c->written, s->got - c->written);
 	if (n < 0) return n;
 	c->ends_in_hole = 0;
 	c->copied += n;
@@ -338,13 +383,14 @@ static int64_t finish(pio_copy *c) {
 }
 
 /* Copies on: at most one window or one hole. Returns by how many bytes, 0 at the end, or a negative errno, after which
- * pio_copy_source_failed says whose it is; -EINTR means that a signal came and that the call is to be repeated. */
+ * pio_copy_source_failed says whose it is; -EINTR means that a signal may have come and that the call is to be
+ * repeated. */
 int64_t pio_copy_step(pio_copy *c) {
-	slot *s;
+	slot *s = NULL;
 	if (c->error) return c->error;
 	if (c->process != SYS.process()) return -ECHILD;
 	if (c->streaming) return stream(c);
-	s = c->finished ? NULL : oldest(c);
+	if (!c->finished && oldest(c, &s) < 0) return -EINTR;
 	if (!s) return finish(c);
 	if (s->hole) return skip_hole(c, s);
 	if (s->got < 0) {
@@ -374,6 +420,7 @@ static int can_leave_holes(const pio_copy *c) {
 
 static void open_source(pio_copy *c, int sparse) {
 	pio_status status;
+	uint64_t magic;
 	int flags = SYS.get_flags(c->source);
 	c->error = flags < 0 ? flags : SYS.status(c->source, &status);
 	/* A descriptor that may not be read would be opened again for reading below. */
@@ -395,7 +442,8 @@ static void open_source(pio_copy *c, int sparse) {
 	c->start = SYS.lseek(c->target, 0, SEEK_CUR);
 	c->sparse = sparse && status.blocks * 512 < status.size && can_leave_holes(c);
 	c->known = pio_resident_known(c->source);
-	c->direct = open_again(c->source, O_DIRECT);
+	c->fuse = SYS.file_system(c->source, &magic) == 0 && magic == FUSE;
+	if (!c->fuse) c->direct = open_again(c->source, O_DIRECT);
 	c->buffered = open_again(c->source, 0);
 	if (c->buffered < 0)
 		c->buffered = c->source;
@@ -419,6 +467,7 @@ static void start_readers(pio_copy *c, int readers) {
  * is told by the first step. The two descriptors and the writer stay the caller's. */
 pio_copy *pio_copy_new(int source, pio_writer *w, int readers, int sparse) {
 	pio_copy *c = calloc(1, sizeof *c);
+	pthread_condattr_t monotonic;
 	int64_t chunks;
 	if (!c) return NULL;
 	c->writer = w;
@@ -429,12 +478,15 @@ pio_copy *pio_copy_new(int source, pio_writer *w, int readers, int sparse) {
 	c->page = pio_page_size();
 	c->region = -1;
 	pthread_mutex_init(&c->lock, NULL);
-	pthread_cond_init(&c->filled, NULL);
+	pthread_condattr_init(&monotonic);
+	pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+	pthread_cond_init(&c->filled, &monotonic);
+	pthread_condattr_destroy(&monotonic);
 	pthread_cond_init(&c->room, NULL);
 	open_source(c, sparse);
 	/* A single piece is read by the step: no thread could be ahead of it. */
 	chunks = (c->end + CHUNK - 1) / CHUNK;
-	if (chunks <= 1 || readers < 0) readers = 0;
+	if ((chunks <= 1 && !c->fuse) || readers < 0) readers = 0;
 	readers = (int)least(least(readers, MOST_READERS), chunks);
 	c->slot_count = readers ? 2 * readers : 1;
 	c->slots = calloc((size_t)c->slot_count, sizeof *c->slots);

@@ -39,6 +39,7 @@ SIGNATURES = {
     "write": "int64_t(int, void const *, size_t)",
     "write_uncached": "int64_t(int, void const *, size_t)",
     "lseek": "int64_t(int, int64_t, int)",
+    "status": "int(int, pio_status *)",
     "open": "int(char const *, int)",
     "mincore": "int(void *, size_t, unsigned char *)",
     "fadvise": "int(int, int64_t, int64_t, int)",
@@ -369,6 +370,29 @@ def test_an_empty_file(tmp_path: Path, target: Path) -> None:
 
 
 @pytest.mark.usefixtures("readers")
+@pytest.mark.parametrize("more", [1, PAGE, CHUNK, 5 * CHUNK + 3])
+@pytest.mark.parametrize("said", [1, PAGE + 1, CHUNK, 3 * CHUNK + 5])
+@pytest.mark.usefixtures("readers")
+def test_a_source_that_holds_more_than_it_says(tmp_path: Path, target: Path, said: int, more: int) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(said + more))
+    fd = os.open(source, os.O_RDONLY)
+
+    def make(real: Any) -> Callable[..., int]:
+        def status(descriptor: int, out: Any) -> int:
+            code = int(real(descriptor, out))
+            if descriptor == fd:
+                out.size = said
+            return code
+
+        return status
+
+    with replaced("status", make):
+        assert copy(fd, target) == said + more
+    os.close(fd)
+    assert digest(source) == digest(target)
+
+
 def test_a_source_that_shrinks(tmp_path: Path, target: Path) -> None:
     source = tmp_path / "shrinks"
     data = os.urandom(40 * CHUNK)
@@ -632,6 +656,15 @@ def test_o_direct_that_opens_and_does_not_read(cold: Path, target: Path, code: i
     assert refused
     assert resident(cold) == before
     assert digest(cold) == digest(target)
+
+
+@pytest.mark.usefixtures("readers")
+def test_a_target_that_takes_nothing(source: Path, target: Path) -> None:
+    def make(_: Any) -> Callable[..., int]:
+        return lambda fd, buffer, n: 0
+
+    with replaced("write", make), replaced("write_uncached", make), pytest.raises(OSError, match="No space left"):
+        copy(source, target)
 
 
 @pytest.mark.usefixtures("readers")
