@@ -430,6 +430,21 @@ def test_closed_and_full_outputs(pair: tuple[Path, Path], arguments: str, redire
     assert tree(ours) == tree(theirs)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "/dev/stdin new <&-",
+        "/dev/stdin a <&-",
+        "/dev/stdin /dev/stdin a <&-",
+        "a /dev/stdout >&-",
+        "-f a /dev/stdout >&-",
+        "a b /dev/stdout >&-",
+    ],
+)
+def test_what_is_closed_is_no_file(pair: tuple[Path, Path], arguments: str) -> None:
+    assert_same(pair, [], prefix=["sh", "-c", f'"$0" {arguments}'])
+
+
 @contextmanager
 def pipe_without_reader() -> Iterator[int]:
     reader, writer = os.pipe()
@@ -451,7 +466,22 @@ def test_broken_pipe(pair: tuple[Path, Path], arguments: str, stream: str) -> No
     assert outcomes[0] == outcomes[1]
 
 
+def test_nothing_is_said_of_a_broken_pipe(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"bytes")
+    with pipe_without_reader() as broken:
+        words = [PACEDCP, "-v", "a", "new"]
+        done = subprocess.run(words, cwd=tmp_path, stdout=broken, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+    assert os.listdir(tmp_path) == ["a"]
+
+
 # ---- what is pacedcp's own --------------------------------------------------------------------------------------
+
+
+def test_runs_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"bytes")
+    assert run(sys.executable, "-m", "pacedio.cli.pacedcp", "a", "new", cwd=tmp_path) == (0, b"", b"")
+    assert (tmp_path / "new").read_bytes() == b"bytes"
 
 
 def test_help_and_version(tmp_path: Path) -> None:
@@ -529,6 +559,26 @@ def test_engines(tmp_path: Path, engine: str) -> None:
     (tmp_path / "a").write_bytes(content)
     assert pacedcp("--engine", engine, "a", "new", cwd=tmp_path) == (0, b"", b"")
     assert (tmp_path / "new").read_bytes() == content
+
+
+@pytest.mark.parametrize("more", range(9))
+def test_few_descriptors(tmp_path: Path, more: int) -> None:
+    (tmp_path / "a").write_bytes(os.urandom(3 * MIB))
+    script = f"""
+import resource, sys
+from pacedio.cli.pacedcp import main
+resource.setrlimit(resource.RLIMIT_NOFILE, ({3 + more},) * 2)
+sys.exit(main())
+"""
+    status, _, stderr = run(sys.executable, "-c", script, "--progress", "a", "new", cwd=tmp_path)
+    if status == 0:
+        assert (tmp_path / "new").read_bytes() == (tmp_path / "a").read_bytes()
+    else:
+        assert (status, stderr.count(b"\n")) == (1, 1)
+        assert stderr.startswith(b"pacedcp: ")
+        assert stderr.endswith(b"Too many open files\n")
+        assert os.listdir(tmp_path) == ["a"]
+    assert status == 0 or more < 8
 
 
 def test_source_that_cannot_be_read(pair: tuple[Path, Path]) -> None:
@@ -685,6 +735,72 @@ def test_signal_while_waiting_for_a_fifo(tmp_path: Path) -> None:
             _, stderr = process.communicate(timeout=60)
         assert (process.returncode, stderr) == (-signal.SIGINT, b"")
     assert os.listdir(tmp_path) == ["fifo"]
+
+
+@pytest.mark.parametrize("size", [4096, 16 * MIB])  # read by the main thread; by others
+def test_signal_while_the_source_hangs(machine: Machine, tmp_path: Path, size: int) -> None:
+    with machine.hanging_file(size) as source:
+        process = subprocess.Popen([PACEDCP, source, "target"], cwd=tmp_path, stderr=subprocess.PIPE)
+        try:
+            wait_for((tmp_path / "target").exists)
+            time.sleep(0.2)  # so that it hangs; that it does not yet would not make the test fail
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=30)
+            assert (process.returncode, stderr) == (-signal.SIGINT, b"")
+        finally:
+            process.kill()
+            process.communicate()
+    assert os.listdir(tmp_path) == []
+
+
+@as_root
+def test_signal_to_the_first_process_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(os.urandom(4 * MIB))
+    # Which is spared the signals that it does not handle. There it is process 1; it tells us which one it is here.
+    script = 'readlink /proc/self >&2; exec "$0" --rate=1MB/s source target'
+    words = ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", script, PACEDCP]
+    with subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE) as unshare:
+        try:
+            wait_for(lambda: has_begun(tmp_path / "target"))
+            children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGINT)
+            unshare.communicate(timeout=60)
+        finally:
+            unshare.kill()
+        assert unshare.returncode == 128 + signal.SIGINT
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("module", ["pacedio", "pacedio._ffi", "pacedio.files", "pacedio.cli.display"])
+def test_signal_during_start_up(tmp_path: Path, module: str) -> None:
+    hook = f"""
+import os, signal, sys
+
+def interrupt(event, arguments):
+    if event == "import" and arguments[0] == {module!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.addaudithook(interrupt)
+"""
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    found = pacedcp(
+        "sitecustomize.py", "new", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    )
+    assert found == (-signal.SIGINT, b"", b"")
+    assert os.listdir(tmp_path) == ["sitecustomize.py"]
+
+
+def test_signal_during_start_up_that_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"bytes")
+    script = """
+import os, signal, sys
+from _pacedio_commands import pacedcp
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.addaudithook(lambda event, arguments: event == "import" and os.kill(os.getpid(), signal.SIGINT))
+sys.exit(pacedcp())
+"""
+    assert run(sys.executable, "-c", script, "a", "new", cwd=tmp_path) == (0, b"", b"")
+    assert (tmp_path / "new").read_bytes() == b"bytes"
 
 
 # ---- progress ---------------------------------------------------------------------------------------------------

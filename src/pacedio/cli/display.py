@@ -42,13 +42,13 @@ class Output:
 
     def note(self, text: str) -> None:
         """A line on standard error. If it cannot be written, there is nobody to tell."""
-        self._make_way()
+        self.make_way()
         with contextlib.suppress(OSError):
             _write(2, os.fsencode(f"{text}\n"))
 
     def say(self, text: str) -> None:
         """A line on standard output, where failing to write is an error, which `close` reports once."""
-        self._make_way()
+        self.make_way()
         try:
             _write(1, os.fsencode(f"{text}\n"))
         except OSError as error:
@@ -67,7 +67,11 @@ class Output:
     def progress(self, name: str, done: int) -> None:
         """`done` bytes of the total are done, the latest of them in the file `name`."""
         if self._bar is None:
-            self._bar = _Bar(self._started)
+            try:
+                self._bar = _Bar(self._started)
+            except OSError:  # no descriptors left to import it with; the copy can do without
+                self._bar_due = float("inf")
+                return
         self._bar.show(shell_quote(name), done, self._total)
         self._bar_due = time.monotonic() + _REFRESH
 
@@ -79,12 +83,13 @@ class Output:
             self._bar = None
 
     def close(self) -> None:
-        """Give the terminal back; report that standard output could not be written."""
-        self._make_way()
+        """Take the bar away; report that standard output could not be written."""
+        self.make_way()
         if self._stdout_error:
             self.complain(f"write error: {self._stdout_error.strerror}")
 
-    def _make_way(self) -> None:
+    def make_way(self) -> None:
+        """Give the terminal back to others, until the next `progress`."""
         if self._bar:
             self._bar.hide()
 

@@ -4,8 +4,8 @@ The messages, exit codes and rules are those of GNU cp, which users and scripts 
 of coreutils 9. What differs is said in docs/pacedcp.md: the copy is paced, it is durable when the command ends, and a
 destination that a failed or interrupted copy created is removed.
 
-Whatever goes wrong with one file is a `_Complaint` and ends that file, not the command. A signal is an `Interrupted`
-and ends the command, by that signal, after removing what the copy at hand created.
+Whatever goes wrong with one file is a `_Complaint` and ends that file, not the command. A signal ends the command, by
+that signal, after removing what the copy at hand created (see signals.py).
 
 Start-up is most of what copying a small file costs, so what only some runs need is imported where it is needed.
 """
@@ -22,7 +22,7 @@ import time
 from pacedio.cli.display import Output, stats_line
 from pacedio.cli.options import OPTIONAL_ARGUMENT, REQUIRED_ARGUMENT, Option, UsageError, parse
 from pacedio.cli.quoting import shell_quote
-from pacedio.cli.signals import Interrupted, Signals
+from pacedio.cli.signals import Signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -122,17 +122,14 @@ class _Complaint(Exception):  # noqa: N818
 def main() -> int:
     """The command; returns its exit status."""
     signals = Signals()
-    status = 1
-    with contextlib.suppress(Interrupted):
-        status = _run(sys.argv[1:], signals)
-        signals.hold()  # nothing can be interrupted any more
-    signals.obey()
+    status = _run(sys.argv[1:], signals)
+    signals.hold()  # nothing can be interrupted any more
     return status
 
 
 def _run(arguments: Sequence[str], signals: Signals) -> int:
-    _occupy_standard_descriptors()
     output = Output(_NAME)
+    signals.before_end(output.make_way)
     try:
         settings = _Settings()
         text = settings.read(arguments)
@@ -147,20 +144,11 @@ def _run(arguments: Sequence[str], signals: Signals) -> int:
         output.complain(str(reason))
     except MemoryError:
         output.complain("memory exhausted")
+    except OSError as error:  # of no file in particular: no descriptors left to import something with
+        output.complain(error.strerror or str(error))
     finally:
         output.close()
     return 1 if output.failed else 0
-
-
-def _occupy_standard_descriptors() -> None:
-    """Where one of the three is closed, have something there that refuses to be used, or the next file opened would
-    be taken for it.
-    """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDONLY if descriptor else os.O_WRONLY)
 
 
 class _Settings:
@@ -245,7 +233,7 @@ class _Target:
         return os.stat(self._path, dir_fd=self._directory, follow_symlinks=follow_symlinks)
 
     def open(self, flags: int, mode: int = 0) -> int:
-        return os.open(self._path, flags, mode, dir_fd=self._directory)
+        return _not_standard(os.open(self._path, flags, mode, dir_fd=self._directory))
 
     def unlink(self) -> None:
         os.unlink(self._path, dir_fd=self._directory)
@@ -260,6 +248,18 @@ class _Target:
         """Where the symbolic link at this place leads."""
         base = "" if self._directory is None else f"/proc/self/fd/{self._directory}/"
         return _Target(self.name, os.path.realpath(base + self._path))
+
+
+def _not_standard(descriptor: int) -> int:
+    """The same, but none of the first three. Where one of those is closed, messages must not go to a file that took its
+    number. (What is open for reading only may have it: writing there fails as it does where nothing is.)
+    """
+    if descriptor > 2:
+        return descriptor
+    try:
+        return _not_standard(os.dup(descriptor))
+    finally:
+        os.close(descriptor)
 
 
 class _Creation:
@@ -306,6 +306,7 @@ def _copy_operands(settings: _Settings, signals: Signals, output: Output) -> Non
             directory = sources.pop()
 
     copier = _Copier(settings, signals, output)
+    signals.before_end(copier.remove_unfinished)
     try:
         if directory is None:
             source, name = sources
@@ -577,3 +578,7 @@ def _total(sources: Sequence[str]) -> int | None:
         elif not stat.S_ISDIR(status.st_mode):
             return None
     return total
+
+
+if __name__ == "__main__":
+    sys.exit(main())
