@@ -34,7 +34,9 @@
  * than they say. So the last piece begins where the size ends, is read to see that nothing is there, and is followed by
  * another one if it was full.
  *
- * Whoever waits for a source that hangs must still hear of signals: a step never waits longer than PATIENCE_NS.
+ * Whoever waits for a source that hangs must still hear of signals: a step never waits longer than PATIENCE_NS for the
+ * readers. On FUSE, where reads are answered by a program that may never do so, there is always one, and O_DIRECT is not
+ * used: the kernel waits for it so that not even SIGKILL ends the wait.
  *
  * After fork(2) the child has no reader threads: there pio_copy_step fails and pio_copy_free joins nobody.
  */
@@ -57,6 +59,7 @@
 #define CHUNK ((int64_t)512 * 1024)        /* one read; the pieces end where multiples of it end */
 #define REGION ((int64_t)16 * 1024 * 1024) /* asked for residency at once; more than any readahead */
 #define LEAST_PAGE 4096
+#define FUSE 0x65735546 /* statfs(2) */
 #define PATIENCE_NS ((int64_t)100 * 1000 * 1000)
 #define MOST_READERS 64
 
@@ -80,6 +83,7 @@ struct pio_copy {
 	int buffered; /* the source, or a descriptor of our own for it; only it is seeked and read through the cache */
 	int direct;   /* with O_DIRECT, or -1 */
 	int streaming;
+	int fuse;
 	int process;
 	int error; /* of pio_copy_new; 0: none */
 	int source_failed;
@@ -416,6 +420,7 @@ static int can_leave_holes(const pio_copy *c) {
 
 static void open_source(pio_copy *c, int sparse) {
 	pio_status status;
+	uint64_t magic;
 	int flags = SYS.get_flags(c->source);
 	c->error = flags < 0 ? flags : SYS.status(c->source, &status);
 	/* A descriptor that may not be read would be opened again for reading below. */
@@ -437,7 +442,8 @@ static void open_source(pio_copy *c, int sparse) {
 	c->start = SYS.lseek(c->target, 0, SEEK_CUR);
 	c->sparse = sparse && status.blocks * 512 < status.size && can_leave_holes(c);
 	c->known = pio_resident_known(c->source);
-	c->direct = open_again(c->source, O_DIRECT);
+	c->fuse = SYS.file_system(c->source, &magic) == 0 && magic == FUSE;
+	if (!c->fuse) c->direct = open_again(c->source, O_DIRECT);
 	c->buffered = open_again(c->source, 0);
 	if (c->buffered < 0)
 		c->buffered = c->source;
@@ -480,7 +486,7 @@ pio_copy *pio_copy_new(int source, pio_writer *w, int readers, int sparse) {
 	open_source(c, sparse);
 	/* A single piece is read by the step: no thread could be ahead of it. */
 	chunks = (c->end + CHUNK - 1) / CHUNK;
-	if (chunks <= 1 || readers < 0) readers = 0;
+	if ((chunks <= 1 && !c->fuse) || readers < 0) readers = 0;
 	readers = (int)least(least(readers, MOST_READERS), chunks);
 	c->slot_count = readers ? 2 * readers : 1;
 	c->slots = calloc((size_t)c->slot_count, sizeof *c->slots);

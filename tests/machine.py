@@ -225,21 +225,36 @@ class Machine:
         with Undo() as undo:
             backing = undo.sparse(self._new("slow.disk"), size)
             _run(*_MAKE[kind], backing)
-            server = undo.directory(self._new("slow-server"))
-            command = ["nbdfuse", str(server / "disk"), "--command", "nbdkit", "-s", "--exit-with-parent"]
-            command += ["--filter=delay", "--filter=rate", "file", str(backing)]
-            command += [f"wdelay={round(delay * 1000)}ms", f"rate={rate * 8}"]  # bits a second
-            command += ["burstiness=0.05"]  # else the first two seconds' worth would be free
-            process = undo.enter_context(subprocess.Popen(command, stdin=subprocess.DEVNULL))
-            undo.callback(_unmount, server)
-            deadline = time.monotonic() + 10
-            while not (server / "disk").exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise OSError(f"{' '.join(command)}: ended or never came up: {process.returncode}")
-                time.sleep(0.01)
+            served = self._served(
+                undo,
+                *("--filter=delay", "--filter=rate", "file", str(backing)),
+                *(f"wdelay={round(delay * 1000)}ms", f"rate={rate * 8}"),  # bits a second
+                "burstiness=0.05",  # else the first two seconds' worth would be free
+            )
             where = undo.directory(self._new("slow"))
-            undo.mount(kind, undo.loop(server / "disk"), where)
+            undo.mount(kind, undo.loop(served), where)
             yield FileSystem(kind, where, backing)
+
+    @contextlib.contextmanager
+    def hanging_file(self, size: int) -> Iterator[Path]:
+        """A file that every read hangs in, for a minute."""
+        need("nbdkit", "nbdfuse")
+        with Undo() as undo:
+            yield self._served(undo, "--filter=delay", "pattern", str(size), "rdelay=60")
+
+    def _served(self, undo: Undo, *nbdkit: str) -> Path:
+        """A file that nbdkit serves, through FUSE."""
+        server = undo.directory(self._new("server"))
+        command = ["nbdfuse", str(server / "disk"), "--command", "nbdkit", "-s", "--exit-with-parent", *nbdkit]
+        process = undo.enter_context(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+        undo.callback(process.kill)  # by itself it would end after the last read
+        undo.callback(_unmount, server)
+        deadline = time.monotonic() + 10
+        while not (server / "disk").exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise OSError(f"{' '.join(command)}: ended or never came up: {process.returncode}")
+            time.sleep(0.01)
+        return server / "disk"
 
 
 def remove_leftovers() -> None:

@@ -740,6 +740,22 @@ def test_signal_while_waiting_for_a_fifo(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["fifo"]
 
 
+@pytest.mark.parametrize("size", [4096, 16 * MIB])  # read by the main thread; by others
+def test_signal_while_the_source_hangs(machine: Machine, tmp_path: Path, size: int) -> None:
+    with machine.hanging_file(size) as source:
+        process = subprocess.Popen([PACEDCP, source, "target"], cwd=tmp_path, stderr=subprocess.PIPE)
+        try:
+            wait_for((tmp_path / "target").exists)
+            time.sleep(0.2)  # so that it hangs; that it does not yet would not make the test fail
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=30)
+            assert (process.returncode, stderr) == (-signal.SIGINT, b"")
+        finally:
+            process.kill()
+            process.communicate()
+    assert os.listdir(tmp_path) == []
+
+
 @as_root
 def test_signal_to_the_first_process_of_a_container(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(os.urandom(4 * MIB))
