@@ -740,7 +740,7 @@ def test_signal_while_waiting_for_a_fifo(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["fifo"]
 
 
-@pytest.mark.parametrize("size", [4096, 16 * MIB])  # read by the main thread; by others
+@pytest.mark.parametrize("size", [4096, 16 * MIB])  # a single piece, and several
 def test_signal_while_the_source_hangs(machine: Machine, tmp_path: Path, size: int) -> None:
     with machine.hanging_file(size) as source:
         process = subprocess.Popen([PACEDCP, source, "target"], cwd=tmp_path, stderr=subprocess.PIPE)
