@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 from collections.abc import Iterator
 
 import pytest
 from machine import KINDS, FileSystem, Machine
+
+# A shell starts what runs in its background with SIGINT ignored, and all that the tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
