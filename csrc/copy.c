@@ -148,11 +148,18 @@ static void look_at_region(pio_copy *c, int64_t region, unsigned char *resident)
 		memset(resident, 1, (size_t)(REGION / c->page));
 }
 
+/* Drops what pieces could not drop by themselves: pages that the kernel read ahead all the same, since it came upon the
+ * mark of somebody else's readahead, were still under I/O, or belong to a folio that reaches past the piece. */
+static void drop_region(const pio_copy *c, int64_t region, const unsigned char *resident) {
+	pio_resident_drop(c->source, region * REGION, REGION, resident);
+}
+
 /* Notes which pages of a piece were resident before the copy came near it. */
 static void note_residency(pio_copy *c, slot *s) {
 	int64_t region = s->at / REGION, pages = REGION / c->page;
 	int64_t first = s->at / c->page, count = pio_resident_pages(s->at, s->len);
 	if (c->region != region) {
+		if (c->region >= 0) drop_region(c, c->region, c->resident);
 		if (c->region >= 0 && c->region + 1 == region)
 			memcpy(c->resident, c->resident + pages, (size_t)pages);
 		else
@@ -513,6 +520,10 @@ void pio_copy_free(pio_copy *c) {
 		pthread_cond_broadcast(&c->room);
 		pthread_mutex_unlock(&c->lock);
 		for (int i = 0; i < c->threads; i++) pthread_join(c->readers[i], NULL);
+		if (c->region >= 0) {
+			drop_region(c, c->region, c->resident);
+			drop_region(c, c->region + 1, c->resident + REGION / c->page);
+		}
 		pthread_cond_destroy(&c->room);
 		pthread_cond_destroy(&c->filled);
 		pthread_mutex_destroy(&c->lock);

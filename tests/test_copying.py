@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = mmap.PAGESIZE
 CHUNK = 512 * 1024
+MIB = 1 << 20
 SYS = lib.pio_sys_table
 
 SIGNATURES = {
@@ -461,6 +462,13 @@ def spread(path: Path, pages: list[int]) -> None:
             os.pread(f.fileno(), PAGE, page * PAGE)
 
 
+def assert_as_before(after: list[int], before: list[int]) -> None:
+    """None more is resident, and none less; but the kernel may reclaim a clean page at any time, and does take single
+    ones."""
+    assert [page for page, there in enumerate(after) if there > before[page]] == []
+    assert sum(after) >= sum(before) * 0.99
+
+
 PAGE_SETS = [
     [],
     [0],
@@ -478,7 +486,7 @@ def test_pages_are_left_as_they_were(cold: Path, target: Path, pages: list[int])
     before = resident(cold)
     assert [i for i, there in enumerate(before) if there] == pages
     copy(cold, target)
-    assert resident(cold) == before
+    assert_as_before(resident(cold), before)
     assert digest(cold) == digest(target)
 
 
@@ -503,8 +511,23 @@ def test_pages_are_left_as_they_were_without_o_direct(
     before = resident(cold)
     with replaced("open", how):
         copy(cold, target)
-    assert resident(cold) == before
+    assert_as_before(resident(cold), before)
     assert digest(cold) == digest(target)
+
+
+def test_pages_that_the_kernel_reads_ahead_all_the_same(ext4: FileSystem) -> None:
+    # Page faults leave marks in what they read ahead, and reading a marked page through the cache reads on from there,
+    # into folios as large as four pieces.
+    source = ext4.directory / "source"
+    with source.open("w+b") as f:
+        f.truncate(34 * MIB)
+        with mmap.mmap(f.fileno(), 0) as mapped:
+            for begin, count in ((12880896, 4096), (28017664, 389989)):
+                mapped[begin : begin + count] = bytes(count)
+            time.sleep(0.05)  # until what was read ahead so far is there
+            before = resident(source)
+            copy(source, ext4.directory / "target", sparse=False)
+            assert_as_before(resident(source), before)
 
 
 def test_nothing_is_dropped_where_the_kernel_does_not_tell(cold: Path, target: Path) -> None:
@@ -531,7 +554,7 @@ def test_nothing_is_dropped_where_the_kernel_does_not_tell(cold: Path, target: P
     with replaced("mincore", everything), replaced("fadvise", noted):
         copy(cold, target)
     assert advised == []
-    assert resident(cold) == before  # O_DIRECT brought none in
+    assert_as_before(resident(cold), before)  # O_DIRECT brought none in
     assert digest(cold) == digest(target)
 
 
@@ -546,7 +569,7 @@ def test_on_every_file_system(file_system: FileSystem) -> None:
     spread(source, [5])
     before = resident(source)
     copy(source, target)
-    assert resident(source) == before
+    assert_as_before(resident(source), before)
     assert digest(source) == digest(target)
     # xfs allocates ahead of a file that grows, and what it did stays, zeroed.
     assert data_in(target) <= data_in(source) + 4 * CHUNK
@@ -654,7 +677,7 @@ def test_o_direct_that_opens_and_does_not_read(cold: Path, target: Path, code: i
     with replaced("pread", make):
         copy(cold, target)
     assert refused
-    assert resident(cold) == before
+    assert_as_before(resident(cold), before)
     assert digest(cold) == digest(target)
 
 
