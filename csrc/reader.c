@@ -27,7 +27,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdatomic.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 
@@ -40,7 +40,8 @@ typedef struct recorded {
 
 struct pio_reader {
 	int fd;
-	atomic_flag busy;
+	int process;
+	pthread_mutex_t lock;
 	int plain;      /* nothing is recorded */
 	int known;      /* mincore was seen to tell the truth of this file */
 	int advised;    /* the kernel's own readahead is off */
@@ -173,9 +174,8 @@ static void note(pio_reader *r, int64_t pos, int64_t got) {
 	drop_passed(r, r->next);
 }
 
-static int64_t read_recorded(pio_reader *r, char *buf, int64_t n) {
-	int64_t done = 0, pos = SYS.lseek(r->fd, 0, SEEK_CUR);
-	if (pos < 0) be_plain(r); /* a pipe */
+static int64_t read_recorded(pio_reader *r, char *buf, int64_t n, int64_t pos) {
+	int64_t done = 0;
 	while (done < n) {
 		int64_t part = r->plain ? n - done : prepare(r, pos, n - done);
 		int64_t got = SYS.read(r->fd, buf + done, (size_t)part);
@@ -190,21 +190,28 @@ static int64_t read_recorded(pio_reader *r, char *buf, int64_t n) {
 
 /* Reads up to `n` bytes at the descriptor's position and moves it. Returns how many, 0 at the end, or a negative
  * errno: -EINTR so that the caller may run signal handlers, -EAGAIN where nothing is there yet. Fewer than `n` only
- * where read(2) gave fewer. A reader in use by another thread is not waited for: the read is a plain one. */
+ * where read(2) gave fewer. What several threads read of a file are whole pieces of it, as read(2) gives them. */
 int64_t pio_read(pio_reader *r, void *buf, size_t n) {
-	int64_t got;
-	if (atomic_flag_test_and_set_explicit(&r->busy, memory_order_acquire)) return SYS.read(r->fd, buf, n);
-	got = r->plain || n > INT64_MAX / 4 ? SYS.read(r->fd, buf, n) : read_recorded(r, buf, (int64_t)n);
-	atomic_flag_clear_explicit(&r->busy, memory_order_release);
-	return got;
+	int64_t pos, got = 0;
+	/* In a forked child whose parent was reading, nobody would unlock it. */
+	if (pthread_mutex_trylock(&r->lock) != 0) {
+		if (r->process != SYS.process()) return SYS.read(r->fd, buf, n);
+		pthread_mutex_lock(&r->lock);
+	}
+	pos = r->plain ? -1 : SYS.lseek(r->fd, 0, SEEK_CUR);
+	if (pos < 0 && !r->plain) be_plain(r); /* a pipe */
+	if (!r->plain) got = read_recorded(r, buf, n < INT64_MAX / 4 ? (int64_t)n : INT64_MAX / 4, pos);
+	pthread_mutex_unlock(&r->lock);
+	/* Not under the lock: this may wait for whoever writes to the pipe. */
+	return pos < 0 ? SYS.read(r->fd, buf, n) : got;
 }
 
 /* How many bytes there are up to the end of the file, as far as that is known: 0 for a pipe, or in /proc. */
 int64_t pio_left(pio_reader *r) {
 	int64_t left = 0;
-	if (atomic_flag_test_and_set_explicit(&r->busy, memory_order_acquire)) return 0;
+	if (pthread_mutex_trylock(&r->lock) != 0) return 0;
 	if (!r->plain && look(r)) left = r->size - SYS.lseek(r->fd, 0, SEEK_CUR);
-	atomic_flag_clear_explicit(&r->busy, memory_order_release);
+	pthread_mutex_unlock(&r->lock);
 	return left > 0 ? left : 0;
 }
 
@@ -222,7 +229,8 @@ pio_reader *pio_reader_new(int fd, int64_t window, int64_t ahead) {
 	r->ahead = ahead > r->window ? ahead : r->window;
 	r->next = -1;
 	r->capacity = (int)capacity;
-	atomic_flag_clear(&r->busy);
+	r->process = SYS.process();
+	pthread_mutex_init(&r->lock, NULL);
 	for (int64_t i = 0; i < capacity; i++) r->windows[i].before = (unsigned char *)r + head + i * pages;
 	return r;
 }
@@ -230,11 +238,15 @@ pio_reader *pio_reader_new(int fd, int64_t window, int64_t ahead) {
 /* Drops what was read ahead and what was read last. To be called while the descriptor is still open; reads are -EBADF
  * afterwards. */
 void pio_reader_close(pio_reader *r) {
-	if (!atomic_flag_test_and_set_explicit(&r->busy, memory_order_acquire)) {
+	if (pthread_mutex_trylock(&r->lock) == 0) {
 		be_plain(r);
-		atomic_flag_clear_explicit(&r->busy, memory_order_release);
+		pthread_mutex_unlock(&r->lock);
 	}
 	r->fd = -1;
 }
 
-void pio_reader_free(pio_reader *r) { free(r); }
+void pio_reader_free(pio_reader *r) {
+	if (!r) return;
+	pthread_mutex_destroy(&r->lock);
+	free(r);
+}

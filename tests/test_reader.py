@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -538,6 +539,27 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
     with PacedReader(path) as f:
         in_threads(lambda: seen.extend(iter(lambda: f.read(8), b"")))
     assert sorted(seen) == records.splitlines(keepends=True)
+
+
+def test_threads_get_whole_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(bytes([block]) * (3 * WINDOW) for block in range(20)))
+    real = lib.pio_sys_table.read
+
+    @ffi.callback("int64_t(int, void *, size_t)")
+    def read(fd: int, buffer: Any, n: int) -> int:
+        time.sleep(0.002)  # for another thread to come in between
+        return int(real(fd, buffer, n))
+
+    blocks: list[bytes] = []
+    lib.pio_sys_table.read = read
+    try:
+        with RawReader(path) as f:
+            in_threads(lambda: blocks.extend(iter(lambda: f.read(3 * WINDOW), b"")))
+    finally:
+        lib.pio_sys_table.read = real
+    assert sorted(block[0] for block in blocks) == list(range(20))
+    assert all(block == block[:1] * (3 * WINDOW) for block in blocks)
 
 
 def test_threads_that_go_around_the_buffer(tmp_path: Path) -> None:
