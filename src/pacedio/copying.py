@@ -41,6 +41,9 @@ def copy_contents(
     :raises SourceError: reading failed. What precedes the failure in the source was written.
     :raises OSError: writing failed; `WritebackError` where bytes accepted earlier were lost.
 
+    The source is opened again for reading, and closed: that releases the fcntl(2) record locks that this process holds
+    on it, as closing any descriptor of a file does.
+
     A source that shrinks meanwhile ends the copy early. One that grows is followed, as long as it grew by at most half
     of what was copied meanwhile: at most twice the size found at the beginning is copied. Pipes, devices and files of
     size 0 (as in /proc) are read until they end.
