@@ -1,42 +1,293 @@
 /*
- * How many bytes may be in flight, and at what rate they may be accepted. Pure: the clock comes in as an argument.
+ * How many bytes may be in flight on a device, and at what rate bytes may be accepted. Pure: the clock comes in as an
+ * argument, windows come in as samples, limit and rate come out.
  *
- * The limit is the one that the caller configured.
+ * Theory of operation
+ * -------------------
+ * A device is a pipe: it has a delivery rate and a delay, and their product is what must be in flight to keep it busy.
+ * Less leaves it idle, more only waits in its queue, and every neighbour with it. The same holds for a network path, and
+ * congestion control has found out how to stay at that point without being told either number. From there come:
  *
- * The rate is kept as ATM's generic cell rate algorithm does (ITU-T I.371): `due` is when the bytes accepted so far
- * should have been accepted at exactly this rate, and more may come once they would be ahead of it by no more than
- * `burst`. A pause saves nothing up beyond that. The burst is a window, or 40 ms worth where that is less: 2 % of
+ *  - the two estimates, a windowed maximum of the delivery rate and a windowed minimum of the delay, since the one can be
+ *    seen only while the pipe is full and the other only while it is not; and the sample that is ignored because the
+ *    sender had nothing to send (BBR: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14/5, 2016);
+ *  - the target, in flight as it would be without a queue plus a fixed little, and a start that doubles only while no
+ *    queue builds up (Vegas: Brakmo, O'Malley, Peterson, "TCP Vegas", SIGCOMM 1994);
+ *  - giving way: delay above the base means that somebody else is there (LEDBAT, RFC 6817).
+ *
+ * Samples. A window is stamped when it is started, and its completion is reported with the stamp. When it completed is
+ * known only if somebody was blocked in a wait for it: a wait that returns at once says that it is over, not since when.
+ * So every completion counts as delivered, but only those that were waited for end an interval or say what the delay
+ * was. Rate is measured over rounds, of at least two limits' worth of bytes and some milliseconds, from one such moment to
+ * another: single windows jitter too much. A round during which the producer left room unused says nothing of the device.
+ *
+ *     delay  of a window = completion - start, the transfer of the window itself included
+ *     base   = least delay of a full window, of the last 5 to 10 seconds
+ *     rate   = largest of the rounds of the last second or so
+ *     limit  = rate x (base + SLACK) + window
+ *
+ * rate x base keeps the pipe full, for its delay and for the window that is in it. A completion is noticed when its waiter
+ * gets the processor, and then the next window must be filled: that is SLACK. The window that is being filled counts as in
+ * flight, too. Where the pipe is not full, rate = limit / delay, so that the formula is then above the limit, which therefore
+ * grows until it is: that is the probe upwards, and needs no case of its own. If the device becomes slower the maximum
+ * expires; if it becomes faster the limit grows again.
+ *
+ * Start. The limit begins with FIRST_LIMIT and doubles each round for as long as the formula is not below it. A device of
+ * 20 MB/s thus never has more than that first limit queued, a fast one is known within a few tens of MiB.
+ *
+ * Drain. In a standing queue of our own making no window's delay is the base. If five seconds went by without a delay near
+ * the base, or the base would expire, a few windows are sent one by one: that is the probe downwards.
+ *
+ * Window. Large windows cost less per byte, but in a pipe of little content they are most of what is in flight: half of
+ * the product, and no less than a device of this rate takes in 200 microseconds.
+ *
+ * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
+ * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
+ * own (PSI) lower its share by an eighth each round trip; without either it recovers within two seconds. It never goes
+ * below 1/LEAST_SHARE of the rate.
+ *
+ * The rate that a caller asks for is kept as ATM's generic cell rate algorithm does (ITU-T I.371): `due` is when the bytes
+ * accepted so far should have been accepted at exactly this rate, and more may come once they would be ahead of it by no
+ * more than `burst`. A pause saves nothing up beyond that. The burst is a window, or 40 ms worth where that is less: 2 % of
  * any two seconds. Bytes are accepted in pieces of half a burst, so that a sleep that overran by less than the other
  * half does not slow the schedule down.
  */
 #include "control.h"
 
-#define SECOND 1000000000.0
+#define KIB ((int64_t)1024)
+#define MS ((int64_t)1000000)
+#define SECOND ((int64_t)1000000000)
+
+#define FIRST_LIMIT (1024 * KIB)
+#define FIRST_WINDOW (256 * KIB)
+#define LEAST_WINDOW (64 * KIB)
+#define MOST_WINDOW (512 * KIB)
+#define MOST_LIMIT (PIO_WINDOWS / 2 * MOST_WINDOW)
+
+#define LEAST_SLACK (MS / 10)
+#define MOST_SLACK (MS / 2) /* or the base, if that is more */
+#define WINDOW_TIME (MS * 15 / 100)
+#define ROUND (5 * MS)
+#define RATE_AGE (SECOND / 2)     /* of one of two generations */
+#define BASE_AGE (5 * SECOND)     /* likewise */
+#define LONG_BASE_AGE (300 * SECOND)
+#define DRAIN_WINDOWS 3
+#define DRAIN_PATIENCE (2 * SECOND)
+#define STALE (60 * SECOND)       /* what was learned before a pause as long as this is forgotten */
+
+#define FULL_SHARE 1024
+#define POLITE (FULL_SHARE * 6 / 10)
+#define LEAST_SHARE 16
+#define RECOVERY (2 * SECOND)
+
 #define BURSTS_A_SECOND 25
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int64_t duration(const pio_control *c, int64_t bytes) {
-	return (int64_t)((double)bytes * SECOND / (double)c->rate);
+/* a x b / c without overflow; the results are far below 2^53. */
+static int64_t scaled(int64_t a, int64_t b, int64_t c) { return (int64_t)((double)a * (double)b / (double)c); }
+
+/* What a device of this rate delivers in `ns`. */
+static int64_t content(int64_t rate, int64_t ns) { return scaled(rate, ns, SECOND); }
+
+static int64_t transfer(const pio_control *c, int64_t bytes) { return c->rate > 0 ? scaled(bytes, SECOND, c->rate) : 0; }
+
+/* ---- how many bytes may be in flight ---- */
+
+void pio_control_init(pio_control *c) {
+	*c = (pio_control){.limit = FIRST_LIMIT, .window = FIRST_WINDOW, .phase = PIO_STARTING, .share = POLITE};
 }
 
-void pio_control_init(pio_control *c, int64_t limit, int64_t window, int64_t rate) {
-	c->limit = limit;
-	c->rate = rate;
-	c->burst = most(least(window, rate / BURSTS_A_SECOND), 1);
-	c->due = 0;
+/* `bytes` were started, which makes `in_flight` on this device, dirty ones included. */
+void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, pio_stamp *s) {
+	s->started = now;
+	s->bytes = bytes;
+	s->delivered = c->delivered;
+	s->alone = in_flight <= most(bytes, c->window);
+	/* Room for another window, and nobody takes it: the producer is the slower side. */
+	s->demanded = in_flight + c->window > c->limit - c->window;
+}
+
+/* Windows go one by one for a moment. */
+static void drain(pio_control *c, int64_t now) {
+	c->phase = PIO_DRAINING;
+	c->drained = 0;
+	c->drain_since = now;
+}
+
+static void note_base(pio_control *c, int64_t now, int64_t delay) {
+	if (c->base_since == 0) c->base_since = c->long_since = now;
+	if (now - c->long_since >= LONG_BASE_AGE) {
+		c->long_before = c->long_now;
+		c->long_now = 0;
+		c->long_since = now;
+	}
+	if (now - c->base_since >= BASE_AGE) {
+		/* Nothing near the base for five seconds: is that the device, or our own queue? */
+		if (c->phase == PIO_STEADY && c->base_now > c->base + c->base / 8) drain(c, now);
+		c->base_before = c->base_now;
+		c->base_now = 0;
+		c->base_since = now;
+	}
+	if (c->base_now == 0 || delay < c->base_now) c->base_now = delay;
+	if (c->long_now == 0 || delay < c->long_now) c->long_now = delay;
+	c->base = c->base_before ? least(c->base_before, c->base_now) : c->base_now;
+	c->long_base = c->long_before ? least(c->long_before, c->long_now) : c->long_now;
+}
+
+/* As TCP has it (RFC 6298). */
+static void note_deviation(pio_control *c, int64_t delay) {
+	if (c->mean == 0) c->mean = delay;
+	c->deviation += ((delay > c->mean ? delay - c->mean : c->mean - delay) - c->deviation) / 16;
+	c->mean += (delay - c->mean) / 8;
+}
+
+static void note_rate(pio_control *c, int64_t now, int64_t rate) {
+	if (now - c->rate_since >= RATE_AGE) {
+		c->rate_before = c->rate_now;
+		c->rate_now = 0;
+		c->rate_since = now;
+	}
+	c->rate_now = most(c->rate_now, rate);
+	c->rate = most(c->rate_before, c->rate_now);
+}
+
+static int64_t window_for(const pio_control *c) {
+	int64_t latency = most(c->base - transfer(c, c->window), 0);
+	int64_t wanted = most(content(c->rate, latency) / 2, content(c->rate, WINDOW_TIME));
+	int64_t window = LEAST_WINDOW;
+	/* A power of two, which is left only for a reason: each change costs a drain. */
+	while (window < MOST_WINDOW && wanted >= (c->window > window ? window : window * 3 / 2)) window *= 2;
+	return window;
+}
+
+static void set_window(pio_control *c, int64_t now, int64_t window) {
+	if (window == c->window) return;
+	c->base = most(c->base + transfer(c, window) - transfer(c, c->window), 1); /* until it is seen */
+	c->window = window;
+	c->base_now = c->base_before = c->long_now = c->long_before = 0;
+	c->base_since = c->long_since = now;
+	drain(c, now);
+}
+
+static int64_t whole_windows(const pio_control *c, int64_t bytes) {
+	return (bytes + c->window - 1) / c->window * c->window;
+}
+
+static int64_t target_of(const pio_control *c) {
+	int64_t slack = least(LEAST_SLACK + 2 * c->deviation, most(c->base, MOST_SLACK));
+	return content(c->rate, c->base + slack) + c->window;
+}
+
+static void end_of_round(pio_control *c, int64_t now) {
+	int64_t rate = scaled(c->delivered - c->round_delivered, SECOND, now - c->round_since);
+
+	note_rate(c, now, rate);
+	if (c->base == 0) return; /* no window of full size yet */
+	if (c->phase == PIO_STARTING && target_of(c) >= c->limit && c->limit < MOST_LIMIT) {
+		c->limit *= 2;
+		return;
+	}
+	if (c->phase == PIO_STARTING) c->phase = PIO_STEADY;
+	set_window(c, now, window_for(c));
+	c->limit = least(most(whole_windows(c, target_of(c)), 2 * c->window), MOST_LIMIT);
+}
+
+static void begin_round(pio_control *c, int64_t now) {
+	c->round_delivered = c->delivered;
+	c->round_since = now;
+	c->round_lost = 0;
+}
+
+static void note_round(pio_control *c, int64_t now, const pio_stamp *s) {
+	int64_t bytes = c->delivered - c->round_delivered;
+	int starting = c->phase == PIO_STARTING;
+
+	if (c->round_since == 0 || c->phase == PIO_DRAINING) {
+		begin_round(c, now);
+		return;
+	}
+	/* A window that was started before the round says nothing of it. */
+	if (s->delivered >= c->round_delivered && !s->demanded) c->round_lost = 1;
+	if (bytes < 2 * c->limit || now - c->round_since < (starting ? 1 : ROUND)) return;
+	if (!c->round_lost) end_of_round(c, now);
+	begin_round(c, now);
+}
+
+static void note_politeness(pio_control *c, int64_t now, int64_t delay, const pio_stamp *s) {
+	int64_t base = c->long_base - transfer(c, c->window) + transfer(c, s->bytes);
+	int64_t since = least(now - c->share_at, RECOVERY);
+	int crowded = c->long_base > 0 && delay > base + most(base / 2, MOST_SLACK);
+
+	if (crowded && now - c->yielded_at >= delay) {
+		c->share = most(c->share - c->share / 8, FULL_SHARE / LEAST_SHARE);
+		c->yielded_at = now;
+	} else if (!crowded && c->share_at) {
+		c->share = least(c->share + most(scaled(POLITE, since, RECOVERY), 1), POLITE);
+	}
+	c->share_at = now;
+}
+
+/* A window was found to be complete. `blocked`: its waiter was blocked until now, so now is when it completed. */
+void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite) {
+	if (c->seen_at && now - c->seen_at > STALE) {
+		int64_t delivered = c->delivered;
+		pio_control_init(c);
+		c->delivered = delivered;
+	}
+	c->seen_at = now;
+	c->delivered += s->bytes;
+	if (!blocked) return;
+
+	int64_t delay = most(now - s->started, 1);
+	if (s->bytes >= c->window) note_base(c, now, delay);
+	if (c->phase == PIO_STEADY) note_deviation(c, delay);
+	if (polite) {
+		note_politeness(c, now, delay, s);
+	}
+	if (c->phase == PIO_DRAINING) {
+		c->drained += s->alone;
+		if (c->drained >= DRAIN_WINDOWS || now - c->drain_since >= DRAIN_PATIENCE) c->phase = PIO_STEADY;
+	}
+	note_round(c, now, s);
+}
+
+/* Others were stalled on I/O for `stalled` of the last `interval` ns: who is polite gives way. */
+void pio_control_pressure(pio_control *c, int64_t stalled, int64_t interval) {
+	if (stalled > interval / 8) c->share = most(c->share - c->share / 8, FULL_SHARE / LEAST_SHARE);
+}
+
+/* The most bytes that may be in flight on the device. */
+int64_t pio_control_limit(const pio_control *c, int polite) {
+	if (c->phase == PIO_DRAINING) return c->window;
+	if (!polite || c->phase == PIO_STARTING) return c->limit;
+	return most(c->window, content(c->rate, c->base) / FULL_SHARE * c->share);
+}
+
+/* Bytes a second that polite writers may accept together; 0: not known yet. */
+int64_t pio_control_polite_rate(const pio_control *c) {
+	return c->phase == PIO_STARTING ? 0 : most(c->rate / FULL_SHARE * c->share, 1);
+}
+
+/* ---- at what rate bytes may be accepted ---- */
+
+static int64_t duration(const pio_rate *r, int64_t bytes) { return scaled(bytes, SECOND, r->rate); }
+
+void pio_rate_set(pio_rate *r, int64_t window, int64_t rate) {
+	r->rate = rate;
+	r->burst = most(least(window, rate / BURSTS_A_SECOND), 1);
 }
 
 /* The most bytes to accept at once. */
-int64_t pio_control_piece(const pio_control *c) { return c->rate > 0 ? most(c->burst / 2, 1) : INT64_MAX; }
+int64_t pio_rate_piece(const pio_rate *r) { return r->rate > 0 ? most(r->burst / 2, 1) : INT64_MAX; }
 
 /* How long to wait, in ns, before `bytes` may be accepted; 0: now. */
-int64_t pio_control_delay(const pio_control *c, int64_t now, int64_t bytes) {
-	if (c->rate <= 0) return 0;
-	return most(c->due + duration(c, bytes) - duration(c, c->burst) - now, 0);
+int64_t pio_rate_delay(const pio_rate *r, int64_t now, int64_t bytes) {
+	if (r->rate <= 0) return 0;
+	return most(r->due + duration(r, bytes) - duration(r, r->burst) - now, 0);
 }
 
-void pio_control_accepted(pio_control *c, int64_t now, int64_t bytes) {
-	if (c->rate > 0) c->due = most(c->due, now) + duration(c, bytes);
+void pio_rate_accepted(pio_rate *r, int64_t now, int64_t bytes) {
+	if (r->rate > 0) r->due = most(r->due, now) + duration(r, bytes);
 }

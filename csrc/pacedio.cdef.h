@@ -27,6 +27,7 @@ typedef struct pio_status {
 	uint64_t mount;
 	uint32_t dev_major;
 	uint32_t dev_minor;
+	uint32_t user;
 } pio_status;
 
 /* One entry a system call, each returning its result or a negative errno. Tests replace entries to make the
@@ -55,7 +56,17 @@ typedef struct pio_sys {
 	int (*ioprio_set)(int priority);
 	int64_t (*now)(void);
 	int (*sleep)(int64_t ns);
-	int (*process)(void); /* getpid(2) */
+	int (*process)(void);       /* getpid(2) */
+	unsigned int (*user)(void); /* geteuid(2) */
+	int (*path_status)(const char *path, pio_status *out);                    /* lstat(2) */
+	int (*make_directory)(const char *path, unsigned int mode);
+	int (*open_or_create)(const char *path, unsigned int mode);               /* to read and write, not through a link */
+	int (*map_shared)(int fd, size_t len, void **out);                        /* to read and write */
+	int (*only_entry)(const char *directory, char *name, size_t size);        /* 0, 1 or 2 (more) entries; 1: its name */
+	int (*lock)(int fd, int64_t byte, int take);                              /* F_OFD_SETLK */
+	int (*is_locked)(int fd, int64_t byte);                                   /* F_OFD_GETLK: by others */
+	int (*futex_wait)(uint32_t *word, uint32_t value, int64_t ns);
+	int (*futex_wake)(uint32_t *word); /* all that wait */
 } pio_sys;
 
 extern pio_sys pio_sys_table;
@@ -108,17 +119,69 @@ int pio_window_start_rest(pio_window *p, pio_range *out);
 
 /* ---- control: how many bytes may be in flight, at what rate ---------------------------------------------- */
 
+/* What is remembered of a window from its start to its completion. */
+typedef struct pio_stamp {
+	int64_t started; /* when, ns */
+	int64_t bytes;
+	int64_t delivered; /* by the device, as far as was known then */
+	int alone;         /* nothing else was in flight */
+	int demanded;      /* the producer used the room that there was */
+} pio_stamp;
+
+enum {
+	PIO_STARTING, /* the limit doubles until the device is found to be busy */
+	PIO_STEADY,
+	PIO_DRAINING /* one window at a time, to see the delay without a queue */
+};
+
+/* Shared by processes, so: fixed widths, no pointers. Times are in ns, of the monotonic clock; 0: none. */
 typedef struct pio_control {
-	int64_t limit; /* bytes */
+	int64_t limit;  /* bytes in flight */
+	int64_t window; /* bytes */
+	int64_t rate;   /* largest of late, bytes a second */
+	int64_t base;   /* least delay of a window of late */
+	int64_t long_base;
+	int64_t mean, deviation; /* of the delay */
+	int64_t delivered; /* bytes, ever */
+	int64_t seen_at;   /* when a window was last seen to be complete */
+	int64_t round_delivered;
+	int64_t round_since;
+	int64_t rate_now, rate_before, rate_since; /* two generations of a maximum */
+	int64_t base_now, base_before, base_since; /* and of minima */
+	int64_t long_now, long_before, long_since;
+	int64_t drain_since;
+	int64_t share; /* of the rate that polite writers take, in 1024ths */
+	int64_t share_at;
+	int64_t yielded_at;
+	int32_t phase;
+	int32_t drained;    /* windows */
+	int32_t round_lost; /* the producer was the slower side in it */
+	int32_t reserved;
+} pio_control;
+
+void pio_control_init(pio_control *c);
+void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, pio_stamp *s);
+void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);
+void pio_control_pressure(pio_control *c, int64_t stalled, int64_t interval);
+int64_t pio_control_limit(const pio_control *c, int polite);
+int64_t pio_control_polite_rate(const pio_control *c);
+
+typedef struct pio_rate {
 	int64_t rate;  /* bytes a second; 0: no cap */
 	int64_t burst; /* bytes that may be ahead of the rate */
 	int64_t due;   /* when what was accepted so far was due at exactly this rate */
-} pio_control;
+} pio_rate;
 
-void pio_control_init(pio_control *c, int64_t limit, int64_t window, int64_t rate);
-int64_t pio_control_piece(const pio_control *c);
-int64_t pio_control_delay(const pio_control *c, int64_t now, int64_t bytes);
-void pio_control_accepted(pio_control *c, int64_t now, int64_t bytes);
+void pio_rate_set(pio_rate *r, int64_t window, int64_t rate);
+int64_t pio_rate_piece(const pio_rate *r);
+int64_t pio_rate_delay(const pio_rate *r, int64_t now, int64_t bytes);
+void pio_rate_accepted(pio_rate *r, int64_t now, int64_t bytes);
+
+/* ---- share and device: one budget for all writers of a device --------------------------------------------- */
+
+#define PIO_PROCESSES 64 /* that share a device's budget */
+
+void pio_set_cap(int64_t bytes);
 
 /* ---- engine: start, wait and drop on this file system ---------------------------------------------------- */
 
@@ -152,13 +215,24 @@ enum {
 /* ---- writer: the write loop ------------------------------------------------------------------------------ */
 
 typedef struct pio_options {
-	int64_t window;
-	int64_t limit;
-	int64_t rate; /* bytes a second; 0: no cap */
+	int64_t window; /* bytes; 0: as the controller has it */
+	int64_t limit;  /* bytes; 0: as the controller has it, in a budget shared with other writers */
+	int64_t rate;   /* bytes a second; 0: no cap */
+	int polite;     /* yield to neighbours */
+	int share;      /* the budget with other processes */
 	int engine;
 	int drop_cache;
 	int io_priority; /* as ioprio_set(2) takes it; 0: leave the thread's own */
 } pio_options;
+
+/* Why the limit is what it is. */
+enum {
+	PIO_BY_NOTHING, /* yet */
+	PIO_BY_DEVICE,
+	PIO_BY_CGROUP,
+	PIO_BY_CONFIGURATION,
+	PIO_BY_ENGINE
+};
 
 typedef struct pio_stats {
 	int64_t bytes;
@@ -170,6 +244,10 @@ typedef struct pio_stats {
 	int64_t stall_ns;
 	int64_t longest_stall_ns;
 	int64_t sync_ns;
+	int64_t base_delay_ns; /* least of late, of a window on the device; 0: not known */
+	int64_t delivery_rate; /* largest of late, of the device, bytes a second; 0: not known */
+	int limited_by;
+	int shared; /* the budget, with other processes */
 	int64_t verified_dirty_pages; /* most that verification saw; -1: none made by this writer */
 	int engine;
 	int reason;

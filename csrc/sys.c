@@ -12,8 +12,12 @@
 
 #include "sys.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -109,17 +113,22 @@ static int sys_close(int fd) { return status_of(close(fd)); }
 
 static int sys_get_flags(int fd) { return status_of(fcntl(fd, F_GETFL)); }
 
+static void status_from(const struct stat *s, pio_status *out) {
+	out->mode = s->st_mode;
+	out->size = (uint64_t)s->st_size;
+	out->blocks = (uint64_t)s->st_blocks;
+	out->inode = s->st_ino;
+	out->dev_major = major(s->st_dev);
+	out->dev_minor = minor(s->st_dev);
+	out->mount = 0;
+	out->user = s->st_uid;
+}
+
 /* Container runtimes forbid with EPERM what is newer than they are. (libc itself does without where it is ENOSYS.) */
 static int status_without_statx(int fd, pio_status *out) {
 	struct stat s;
 	if (fstat(fd, &s) < 0) return -errno;
-	out->mode = s.st_mode;
-	out->size = (uint64_t)s.st_size;
-	out->blocks = (uint64_t)s.st_blocks;
-	out->inode = s.st_ino;
-	out->dev_major = major(s.st_dev);
-	out->dev_minor = minor(s.st_dev);
-	out->mount = 0;
+	status_from(&s, out);
 	return 0;
 }
 
@@ -135,6 +144,7 @@ static int sys_status(int fd, pio_status *out) {
 	out->inode = s.stx_ino;
 	out->dev_major = s.stx_dev_major;
 	out->dev_minor = s.stx_dev_minor;
+	out->user = s.stx_uid;
 	out->mount = 0;
 	if (s.stx_mask & (STATX_MNT_ID | STATX_MNT_ID_UNIQUE)) {
 #ifdef STATX_ATTR_MOUNT_ROOT
@@ -170,6 +180,59 @@ static int sys_sleep(int64_t ns) {
 
 static int sys_process(void) { return (int)getpid(); }
 
+static unsigned int sys_user(void) { return geteuid(); }
+
+static int sys_path_status(const char *path, pio_status *out) {
+	struct stat s;
+	if (lstat(path, &s) < 0) return -errno;
+	status_from(&s, out);
+	return 0;
+}
+
+static int sys_make_directory(const char *path, unsigned int mode) { return status_of(mkdir(path, (mode_t)mode)); }
+
+static int sys_open_or_create(const char *path, unsigned int mode) {
+	return status_of(open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, (mode_t)mode));
+}
+
+static int sys_map_shared(int fd, size_t len, void **out) {
+	void *address = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (address == MAP_FAILED) return -errno;
+	*out = address;
+	return 0;
+}
+
+static int sys_only_entry(const char *directory, char *name, size_t size) {
+	DIR *listing = opendir(directory);
+	const struct dirent *entry;
+	int count = 0;
+	if (!listing) return -errno;
+	while (count < 2 && (entry = readdir(listing)))
+		if (entry->d_name[0] != '.' && count++ == 0) snprintf(name, size, "%s", entry->d_name);
+	closedir(listing);
+	return count;
+}
+
+/* Locks of the open file, not of the process: they survive a close of another descriptor of the file. */
+static int sys_lock(int fd, int64_t byte, int take) {
+	struct flock lock = {.l_type = take ? F_WRLCK : F_UNLCK, .l_whence = SEEK_SET, .l_start = (off_t)byte, .l_len = 1};
+	return status_of(fcntl(fd, F_OFD_SETLK, &lock));
+}
+
+static int sys_is_locked(int fd, int64_t byte) {
+	struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = (off_t)byte, .l_len = 1};
+	return fcntl(fd, F_OFD_GETLK, &lock) < 0 ? -errno : lock.l_type != F_UNLCK;
+}
+
+static int sys_futex_wait(uint32_t *word, uint32_t value, int64_t ns) {
+	struct timespec t = {.tv_sec = (time_t)(ns / 1000000000), .tv_nsec = (long)(ns % 1000000000)};
+	return status_of((int)syscall(SYS_futex, word, FUTEX_WAIT, value, &t, NULL, 0));
+}
+
+static int sys_futex_wake(uint32_t *word) {
+	return status_of((int)syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0));
+}
+
 pio_sys pio_sys_table = {
 	.read = sys_read,
 	.pread = sys_pread,
@@ -195,6 +258,16 @@ pio_sys pio_sys_table = {
 	.now = sys_now,
 	.sleep = sys_sleep,
 	.process = sys_process,
+	.user = sys_user,
+	.path_status = sys_path_status,
+	.make_directory = sys_make_directory,
+	.open_or_create = sys_open_or_create,
+	.map_shared = sys_map_shared,
+	.only_entry = sys_only_entry,
+	.lock = sys_lock,
+	.is_locked = sys_is_locked,
+	.futex_wait = sys_futex_wait,
+	.futex_wake = sys_futex_wake,
 };
 
 int64_t pio_page_size(void) {

@@ -80,6 +80,13 @@ int pio_window_is_dirty(const pio_window *p, pio_range range) {
 	return i < p->dirty_count && p->dirty[i].off < end_of(range);
 }
 
+/* As far as `off` plus this no page is new: what is written there is in flight already. */
+int64_t pio_window_counted(const pio_window *p, int64_t off) {
+	int i = first_after(p, off);
+	int inside = i < p->dirty_count && p->dirty[i].off <= off;
+	return (inside ? end_of(p->dirty[i]) : page_floor(p, off)) - off;
+}
+
 /*
  * How many bytes may be written at `off` now: to the end of that window at most, and no more than the limit lets in.
  * 0: call make_room first.
@@ -93,7 +100,7 @@ int64_t pio_window_room(const pio_window *p, int64_t off) {
 		int joins = i > 0 && end_of(p->dirty[i - 1]) == page;
 		if (!joins) return 0;
 	}
-	int64_t counted = (inside ? end_of(p->dirty[i]) : page) - off; /* as far as this no page is new */
+	int64_t counted = pio_window_counted(p, off);
 	int64_t unused = page_floor(p, most(p->limit - in_flight(p), 0));
 	return most(least(counted + unused, to_boundary(p, off)), 0);
 }

@@ -1,9 +1,13 @@
 /*
  * The write loop: what window decides, carried out by an engine; statistics; failure.
  *
- * A writer holds its lock for as long as one call lasts, so that one writer may be used from many threads, and a
- * descriptor that was closed is never touched again. pio_write accepts one window at the most: the caller's signal
- * handlers run between two calls, and a writer that is stalled can be interrupted at the next window.
+ * A writer holds `call` for as long as one call lasts, so that one writer may be used from many threads, and a descriptor
+ * that was closed is never touched again. What is in flight is under `lock`, which is given up while the writer waits for
+ * its turn: others who need room then wait for its windows (device.c). pio_write accepts one window at the most: the
+ * caller's signal handlers run between two calls, and a writer that is stalled can be interrupted at the next window.
+ *
+ * A writer whose limit follows the device joins it when its file is about to become larger than JOIN_AT: until then it is
+ * a small file, which pays for nothing.
  *
  * The file position is the descriptor's own, and is read before each write (one cheap call for up to a window). So
  * O_APPEND, a descriptor that is shared, and a child process that wrote in between need no case of their own.
@@ -16,15 +20,27 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "control.h"
+#include "device.h"
 #include "engine.h"
 #include "sys.h"
 #include "window.h"
 
-#define STALL_NS 50000 /* a wait that is shorter found its window complete */
+#define STALL_NS 50000   /* a wait that is shorter found its window complete */
+#define BLOCKED_NS 20000 /* one that is longer tells when its window completed */
+
+#define KIB ((int64_t)1024)
+#define JOIN_AT (128 * KIB)
+/* Of a writer that follows no device: before it joins, and where the engine's waits do not tell when a window completed. */
+#define WINDOW (512 * KIB)
+#define LIMIT (2048 * KIB)
+
+#define AGAIN 1
 
 struct pio_writer {
+	pthread_mutex_t call;
 	pthread_mutex_t lock;
 	int fd;
 	int started; /* the first write was made: `appends` is known */
@@ -33,29 +49,91 @@ struct pio_writer {
 	pio_options options;
 	pio_engine engine;
 	pio_window plan;
-	pio_control control;
+	pio_rate rate;
 	pio_range last;         /* the pages of the last write */
 	uint64_t synced_starts; /* windows started before this many were are covered by a sync of the data */
+	pio_member member;
+	int follows;       /* the device, once it has joined */
+	pio_stamp *stamps; /* of the started windows; number n is stamps[n % PIO_WINDOWS] */
 	pio_stats stats;
 };
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- the device ---- */
+
+/* Tells the device what is in flight by now. */
+static void settle(pio_writer *w) {
+	const pio_window *p = &w->plan;
+	if (!w->member.device) return;
+	int64_t oldest = p->started_count ? w->stamps[(p->starts - (uint64_t)p->started_count) % PIO_WINDOWS].started : 0;
+	pio_device_settle(&w->member, p->dirty_bytes + p->started_bytes, p->dirty_bytes, oldest);
+}
+
+/* Takes over what the device's controller says by now. */
+static void adapt(pio_writer *w) {
+	if (!w->member.device) return;
+	if (w->options.window == 0) w->plan.window = pio_device_window(&w->member);
+	w->plan.limit = most(pio_device_limit(&w->member), w->plan.window);
+	if (!w->options.polite) return;
+	int64_t rate = pio_device_rate(&w->member), asked = w->options.rate;
+	pio_rate_set(&w->rate, w->plan.window, rate && asked ? least(rate, asked) : most(rate, asked));
+}
+
+static pio_writer *writer_of(pio_member *m) {
+	return (pio_writer *)(void *)((char *)m - offsetof(pio_writer, member));
+}
+
+static void join(pio_writer *w) {
+	pio_status status;
+	if (SYS.status(w->fd, &status) < 0) return; /* the write will tell */
+	w->stamps = calloc(PIO_WINDOWS, sizeof *w->stamps);
+	if (!w->stamps) return;
+	w->member.lock = &w->lock;
+	w->member.limit = w->options.limit;
+	w->member.polite = w->options.polite;
+	if (pio_device_join(&w->member, status.dev_major, status.dev_minor, w->options.share) < 0) return;
+	pio_device_enter(&w->member);
+	settle(w);
+}
+
+static void leave(pio_writer *w) {
+	pio_device_stats(&w->member, &w->stats);
+	pio_device_leave(&w->member);
+	free(w->stamps);
+	w->stamps = NULL;
+	w->follows = 0;
+}
 
 pio_writer *pio_writer_new(int fd, const pio_options *options) {
 	pio_writer *w = calloc(1, sizeof *w);
 	if (!w) return NULL;
+	pthread_mutex_init(&w->call, NULL);
 	pthread_mutex_init(&w->lock, NULL);
 	w->fd = fd;
 	w->options = *options;
+	w->follows = options->limit == 0 || options->polite;
+	int64_t window = options->window ? options->window : WINDOW;
 	pio_engine_init(&w->engine, fd, !options->drop_cache, options->io_priority);
-	pio_window_init(&w->plan, pio_page_size(), options->window, options->limit);
-	pio_control_init(&w->control, options->limit, options->window, options->rate);
+	pio_window_init(&w->plan, pio_page_size(), window, options->limit ? options->limit : most(LIMIT, window));
+	pio_rate_set(&w->rate, window, options->rate);
 	return w;
 }
 
 /* Frees the memory, and leaves the descriptor alone: it is the caller's. */
 void pio_writer_free(pio_writer *w) {
 	if (!w) return;
+	if (pio_device_has(&w->member)) {
+		/* Others may be looking after its windows. */
+		pthread_mutex_lock(&w->lock);
+		leave(w);
+		pthread_mutex_unlock(&w->lock);
+	}
+	free(w->stamps);
 	pio_engine_close(&w->engine);
 	pthread_mutex_destroy(&w->lock);
+	pthread_mutex_destroy(&w->call);
 	free(w);
 }
 
@@ -85,53 +163,69 @@ static int choose(pio_writer *w) {
 	return rc;
 }
 
+/* A sync of the data for each window is no pipe: the more is synced at once, the faster it is. No limit is least there.
+ * Only at the end of a writer's own call: in one, it may be asleep among the device's. */
+static void stop_following(pio_writer *w) {
+	if (!w->follows || !decided(w) || (paces(w) && w->engine.kind != PIO_DATASYNC)) return;
+	leave(w);
+	if (w->options.window == 0) w->plan.window = WINDOW;
+	w->plan.limit = w->options.limit ? w->options.limit : most(LIMIT, w->plan.window);
+	pio_rate_set(&w->rate, w->plan.window, w->options.rate);
+}
+
 static int start(pio_writer *w, pio_range r) {
+	uint64_t number = w->plan.starts - 1;
 	if (!decided(w)) {
 		int rc = choose(w);
 		if (rc < 0) return rc;
 	}
 	if (!paces(w)) return 0;
 	w->stats.windows++;
+	if (w->stamps) pio_device_started(&w->member, SYS.now(), r.len, &w->stamps[number % PIO_WINDOWS]);
 	return pio_engine_start(&w->engine, r);
 }
 
-static int wait(pio_writer *w, pio_range r) {
+/* Waits for the window that was popped last, and returns in `*took` how long that was. */
+static int wait(pio_writer *w, pio_range r, int64_t *took) {
 	uint64_t number = w->plan.starts - (uint64_t)w->plan.started_count - 1;
-	if (number < w->synced_starts) return 0;
-
 	uint64_t starts = w->plan.starts;
-	int rc = pio_engine_wait(&w->engine, r, pio_window_is_dirty(&w->plan, r));
-	/* A sync of the data covers every window, not only the one it was made for. */
-	if (rc == 0 && w->engine.kind == PIO_DATASYNC) w->synced_starts = starts;
-	return rc;
-}
+	int rc = 0;
 
-static int stall(pio_writer *w, pio_range r) {
-	int64_t begin = SYS.now();
-	int rc = wait(w, r);
-	int64_t took = SYS.now() - begin;
-
-	if (took >= STALL_NS) {
-		w->stats.stalls++;
-		w->stats.stall_ns += took;
-		if (took > w->stats.longest_stall_ns) w->stats.longest_stall_ns = took;
+	*took = 0;
+	if (number >= w->synced_starts) {
+		int64_t begin = SYS.now();
+		rc = pio_engine_wait(&w->engine, r, pio_window_is_dirty(&w->plan, r));
+		int64_t now = SYS.now();
+		*took = now - begin;
+		/* A sync of the data covers every window, not only the one it was made for. */
+		if (rc == 0 && w->engine.kind == PIO_DATASYNC) w->synced_starts = starts;
+		if (w->stamps && rc == 0)
+			pio_device_completed(&w->member, now, &w->stamps[number % PIO_WINDOWS],
+					     *took >= BLOCKED_NS ? *took : 0);
 	}
 	return rc;
 }
 
-/* Carries out one decision of the planner; errors are of bytes that were accepted earlier. */
-static int carry_out(pio_writer *w, int action, pio_range r, int (*wait_for)(pio_writer *, pio_range)) {
+/* Carries out one decision of the planner; errors are of bytes that were accepted earlier. Who is stalled by a wait is
+ * `stalled`, or nobody. */
+static int carry_out(pio_writer *w, int action, pio_range r, pio_stats *stalled) {
+	int64_t took = 0;
 	int rc = 0;
 	switch (action) {
 	case PIO_START:
 		rc = start(w, r);
 		break;
 	case PIO_WAIT:
-		rc = wait_for(w, r);
+		rc = wait(w, r, &took);
 		break;
 	case PIO_DROP:
 		if (w->options.drop_cache) pio_engine_drop(&w->engine, r);
 		break;
+	}
+	if (stalled && took >= STALL_NS) {
+		stalled->stalls++;
+		stalled->stall_ns += took;
+		stalled->longest_stall_ns = most(stalled->longest_stall_ns, took);
 	}
 	return rc < 0 ? fail(w, rc, 1) : 0;
 }
@@ -157,7 +251,7 @@ static int64_t make_room(pio_writer *w, int64_t off) {
 	pio_range r;
 	while (paces(w) && (room = pio_window_room(&w->plan, off)) == 0) {
 		int action = pio_window_make_room(&w->plan, off, &r);
-		int rc = carry_out(w, action, r, stall);
+		int rc = carry_out(w, action, r, &w->stats);
 		if (rc < 0) return rc;
 	}
 	return paces(w) ? room : INT64_MAX;
@@ -167,29 +261,91 @@ static int keep_up(pio_writer *w) {
 	pio_range r;
 	int action;
 	while (paces(w) && (action = pio_window_keep_up(&w->plan, &r)) != PIO_DONE) {
-		int rc = carry_out(w, action, r, stall);
+		int rc = carry_out(w, action, r, &w->stats);
 		if (rc < 0) return rc;
 	}
 	return 0;
 }
 
+/* One step towards less in flight: waits for the oldest window, or starts what is dirty. 0: there was nothing to do. */
+static int relieve(pio_writer *w, pio_stats *stalled) {
+	pio_range r;
+	int done = w->plan.dirty_count > 0 || w->plan.started_count > 0;
+	if (!paces(w) || refusal(w) != 0) {
+		pio_window_clear(&w->plan); /* nobody will ever wait for it */
+	} else if (done) {
+		int action = pio_window_make_room(&w->plan, w->plan.position, &r);
+		if (carry_out(w, action, r, stalled) == 0) keep_up(w);
+	}
+	settle(w);
+	return done;
+}
+
+/* Asks the device for room for `n` of the `room` bytes that the writer's own limit leaves. 0; AGAIN if the writer's windows may
+ * have changed meanwhile; or an error. */
+static int admit(pio_writer *w, int64_t off, int64_t n, int64_t room) {
+	int64_t page = w->plan.page, counted = pio_window_counted(&w->plan, off);
+	int idle = 0;
+	pio_member *whom;
+
+	if (n <= counted || (n - counted + page - 1) / page * page <= w->member.ahead) return 0;
+	int64_t need = (room - counted + page - 1) / page * page;
+	for (;;) {
+		int answer = pio_device_ask(&w->member, need, idle, &whom);
+		if (answer == PIO_GRANTED) return 0;
+		if (answer == PIO_RELIEVE && whom == &w->member) {
+			idle = !relieve(w, &w->stats);
+			if (!idle) return AGAIN;
+			continue;
+		}
+		pthread_mutex_unlock(&w->lock);
+		int rc = AGAIN;
+		if (answer == PIO_RELIEVE) {
+			pio_writer *other = writer_of(whom);
+			relieve(other, &w->stats);
+			pthread_mutex_unlock(&other->lock);
+		} else if (pio_device_sleep(&w->member) < 0) {
+			rc = -EINTR;
+		}
+		pthread_mutex_lock(&w->lock);
+		return rc;
+	}
+}
+
 /* Sleeps until the rate admits `n` bytes. -EINTR: a signal came first, and nothing was accepted. */
 static int keep_rate(pio_writer *w, int64_t n) {
-	if (w->control.rate == 0) return 0;
-	int64_t delay = pio_control_delay(&w->control, SYS.now(), n);
+	if (w->rate.rate == 0) return 0;
+	int64_t delay = pio_rate_delay(&w->rate, SYS.now(), n);
 	return delay > 0 ? SYS.sleep(delay) : 0;
 }
 
+/* How many bytes may be written at `off`, at most one window, if `n` are to be; or an error. */
+static int64_t room_for(pio_writer *w, int64_t off, int64_t n) {
+	int64_t room;
+	int rc;
+	do {
+		adapt(w);
+		room = make_room(w, off);
+		if (room < 0 || !paces(w)) return room;
+		if (!w->member.device) break;
+		settle(w);
+		rc = admit(w, off, least(n, room), room);
+		if (rc < 0) return rc;
+	} while (rc == AGAIN);
+	return room;
+}
+
 static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
-	int64_t off = 0, most = pio_control_piece(&w->control);
+	int64_t off = 0, largest = pio_rate_piece(&w->rate);
 
 	if (paces(w) && (off = offset(w)) < 0) return off;
 	if (paces(w)) {
-		int64_t room = make_room(w, off);
+		int64_t wanted = n > INT64_MAX ? INT64_MAX : (int64_t)n;
+		int64_t room = room_for(w, off, least(wanted, largest));
 		if (room < 0) return room;
-		if (room < most) most = room;
+		largest = least(room, pio_rate_piece(&w->rate));
 	}
-	if (n > (uint64_t)most) n = (size_t)most;
+	if (n > (uint64_t)largest) n = (size_t)largest;
 	int rc = keep_rate(w, (int64_t)n);
 	if (rc < 0) return rc;
 
@@ -198,7 +354,7 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	if (written == -EINTR || written == -EAGAIN) return written;
 	if (written < 0) return fail(w, (int)written, 0);
 	w->stats.bytes += written;
-	if (w->control.rate != 0) pio_control_accepted(&w->control, SYS.now(), written);
+	if (w->rate.rate != 0) pio_rate_accepted(&w->rate, SYS.now(), written);
 	if (!paces(w) || written == 0) return written;
 
 	if (w->appends) {
@@ -209,6 +365,8 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	w->last.off = off - off % page;
 	w->last.len = (off + written + page - 1) / page * page - w->last.off;
 	pio_window_wrote(&w->plan, off, written);
+	/* Before anything is started, which is stamped with what is in flight. */
+	settle(w);
 	rc = keep_up(w);
 	if (rc < 0) return rc;
 	/* An engine is verified right after a write. By the time that room is made, the kernel may have written these pages
@@ -217,24 +375,43 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	return written;
 }
 
+/* Calls come one after the other; within one, others may look after the windows while it sleeps. */
+static void begin(pio_writer *w) {
+	pthread_mutex_lock(&w->call);
+	pthread_mutex_lock(&w->lock);
+	pio_device_enter(&w->member);
+}
+
+static void end(pio_writer *w) {
+	settle(w);
+	pio_device_exit(&w->member);
+	stop_following(w);
+	if (w->closed && w->follows) leave(w);
+	pthread_mutex_unlock(&w->lock);
+	pthread_mutex_unlock(&w->call);
+}
+
 /*
  * Writes at the descriptor's position, at most one window. Returns the bytes written (fewer than n: call again), or
  * a negative errno; -EINTR and -EAGAIN (non-blocking descriptors) may be tried again, every other error is final.
  */
 int64_t pio_write(pio_writer *w, const void *buf, size_t n) {
-	pthread_mutex_lock(&w->lock);
+	begin(w);
 	int64_t r = refusal(w);
-	if (r == 0) r = write_some(w, buf, n);
-	pthread_mutex_unlock(&w->lock);
+	if (r == 0) {
+		if (w->follows && !w->member.device && (uint64_t)w->stats.bytes + n > (uint64_t)JOIN_AT) join(w);
+		r = write_some(w, buf, n);
+	}
+	end(w);
 	return r;
 }
 
 int pio_truncate(pio_writer *w, int64_t size) {
-	pthread_mutex_lock(&w->lock);
+	begin(w);
 	int rc = refusal(w);
 	if (rc == 0) rc = SYS.ftruncate(w->fd, size);
 	if (rc == 0) pio_window_truncate(&w->plan, size);
-	pthread_mutex_unlock(&w->lock);
+	end(w);
 	return rc;
 }
 
@@ -242,7 +419,7 @@ static int finish(pio_writer *w) {
 	pio_range r;
 	int action;
 	while ((action = pio_window_finish(&w->plan, &r)) != PIO_DONE) {
-		int rc = carry_out(w, action, r, wait);
+		int rc = carry_out(w, action, r, NULL);
 		if (rc < 0) return rc;
 	}
 	return 0;
@@ -268,14 +445,14 @@ static int sync(pio_writer *w) {
 
 /* Makes all that was written durable: starts and waits for what is left, then fdatasync. */
 int pio_sync(pio_writer *w) {
-	pthread_mutex_lock(&w->lock);
+	begin(w);
 	int rc = refusal(w);
 	if (rc == 0) {
-		int64_t begin = SYS.now();
+		int64_t from = SYS.now();
 		rc = sync(w);
-		w->stats.sync_ns += SYS.now() - begin;
+		w->stats.sync_ns += SYS.now() - from;
 	}
-	pthread_mutex_unlock(&w->lock);
+	end(w);
 	return rc;
 }
 
@@ -287,14 +464,14 @@ int pio_writer_close(pio_writer *w) {
 	pio_range r;
 	int action;
 
-	pthread_mutex_lock(&w->lock);
+	begin(w);
 	int rc = refusal(w);
 	if (decided(w) && paces(w))
 		while (rc == 0 && (action = pio_window_start_rest(&w->plan, &r)) != PIO_DONE)
-			rc = carry_out(w, action, r, stall);
+			rc = carry_out(w, action, r, &w->stats);
 	w->closed = 1;
 	pio_engine_close(&w->engine);
-	pthread_mutex_unlock(&w->lock);
+	end(w);
 	return rc;
 }
 
@@ -303,7 +480,10 @@ void pio_writer_stats(pio_writer *w, pio_stats *out) {
 	*out = w->stats;
 	out->in_flight = paces(w) ? w->plan.dirty_bytes + w->plan.started_bytes : 0;
 	out->most_in_flight = paces(w) ? w->plan.most_in_flight : 0;
-	out->limit = w->control.limit;
+	out->limit = w->plan.limit;
+	pio_device_stats(&w->member, out);
+	if (w->options.limit && !out->limited_by) out->limited_by = PIO_BY_CONFIGURATION;
+	if (decided(w) && (!paces(w) || w->engine.kind == PIO_DATASYNC) && !w->options.limit) out->limited_by = PIO_BY_ENGINE;
 	out->verified_dirty_pages = w->engine.verified_dirty_pages;
 	out->engine = w->engine.kind;
 	out->reason = w->engine.reason;

@@ -34,16 +34,19 @@ INCLUDES = {
     "sys": {"pacedio.h"},
     "window": {"pacedio.h"},
     "control": {"pacedio.h"},
+    "disk": {"pacedio.h", "sys.h"},
+    "share": {"pacedio.h", "sys.h", "control.h"},
+    "device": {"pacedio.h", "sys.h", "control.h", "disk.h", "share.h"},
     "engine": {"pacedio.h", "sys.h"},
     "resident": {"pacedio.h", "sys.h"},
     "reader": {"pacedio.h", "sys.h"},
-    "writer": {"pacedio.h", "sys.h", "window.h", "control.h", "engine.h"},
+    "writer": {"pacedio.h", "sys.h", "window.h", "control.h", "device.h", "engine.h"},
     "copy": {"pacedio.h", "sys.h", "writer.h"},
 }
 
 # What an object file may leave to the C library, beside threads and locks. All else is a system call, or may make one.
 PURE = {"memchr", "memcpy", "memmove", "memset", "memcmp", "__stack_chk_fail", "_GLOBAL_OFFSET_TABLE_"}
-MEMORY = {"malloc", "calloc", "realloc", "posix_memalign", "free", "snprintf", "strlen", "sigfillset"}
+MEMORY = {"malloc", "calloc", "realloc", "posix_memalign", "free", "snprintf", "strlen", "strstr", "strtol", "strtoul", "sigfillset"}
 
 
 def name_of(path: Path) -> str:

@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "uncached", "range", "advise", "datasync", "none")
 IO_CLASSES = ("idle", "best-effort")
+SHARES = ("host", "process")
 
 _KIB = 1024
-_MIB = 1024 * 1024
 _MOST = 2**63 - 1  # off_t
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _WINDOW = 512 * _KIB
-_LIMIT = 2 * _MIB
 _WINDOWS = 256  # PIO_WINDOWS in csrc/pacedio.cdef.h: started windows that a writer keeps apart
 
 _PREFIXES = "KMGTP"
@@ -132,22 +131,28 @@ def _checked(number: int, what: str, value: object) -> int:
     return number
 
 
-def _windows_of(window: int | str | None, limit: int | str | None) -> tuple[int, int]:
-    """Window and limit in bytes, whichever of them was given."""
-    if window is None:
-        size = _WINDOW if limit is None else _window_for(parse_size(limit))
-    else:
-        size = parse_size(window)
-        if size % _PAGE:
-            raise ValueError(f"window must be a multiple of the page size, {_PAGE} bytes: {window!r}")
-    most = min(max(_LIMIT, 2 * size), _WINDOWS * size, _MOST) if limit is None else parse_size(limit)
+def _windows_of(window: int | str | None, limit: int | str | None) -> tuple[int | str, int | str]:
+    """Window and limit in bytes or "auto", whichever of them was given."""
+    if limit is None or limit == "auto":
+        if window is None or window == "auto":
+            return "auto", "auto"
+        return _checked_window(window), "auto"
+    most = parse_size(limit)
+    size = _window_for(most) if window is None or window == "auto" else _checked_window(window)
     if most < size:
-        if window is None:
+        if window is None or window == "auto":
             raise ValueError(f"limit must be at least one page, {_PAGE} bytes: {limit!r}")
         raise ValueError(f"window must not be above limit: {window!r} > {limit!r}")
     if most > _WINDOWS * size:
         raise ValueError(f"limit must be at most {_WINDOWS} windows, raise window: {limit!r} > {_WINDOWS} * {window!r}")
     return size, most
+
+
+def _checked_window(window: int | str) -> int:
+    size = parse_size(window)
+    if size % _PAGE:
+        raise ValueError(f"window must be a multiple of the page size, {_PAGE} bytes: {window!r}")
+    return size
 
 
 def _window_for(limit: int) -> int:
@@ -163,12 +168,21 @@ class Pacing:
     """How a file is paced. Frozen, hashable, compares by value; the attributes are the numbers that hold.
 
     window
-        Bytes that are started, waited for and dropped as a unit, a multiple of the page size. Default: 512 KiB; if
-        only `limit` is given, at most a quarter and at least a 256th of it.
+        Bytes that are started, waited for and dropped as a unit, a multiple of the page size. Default: "auto", 64 to 512
+        KiB as the device needs it; if only `limit` is given in bytes, at most a quarter and at least a 256th of it.
     limit
-        The most bytes in flight: at least one window, at most 256. Default: 2 MiB; if only `window` is given, at
-        least two and at most 256 of them. A neighbour's fsync waits for the bytes in flight, so less is kinder;
-        too little leaves the device idle between windows.
+        The most bytes in flight. "auto", the default: as few as keep the device busy, found out while writing, in one
+        budget with all other writers to the same device whose limit is "auto". In bytes: of this file alone, at least one
+        window, at most 256. A neighbour's fsync waits for the bytes in flight, so less is kinder; too little leaves the
+        device idle between windows.
+    polite
+        Whether to give way to neighbours: takes at most 60 % of what the device delivers, less when its windows take longer
+        than they do on an idle device or others are stalled (/proc/pressure/io), down to a sixteenth, and recovers within
+        two seconds.
+    share
+        Whom the budget of an automatic limit is shared with: "host", all processes of this user on this host (or in this
+        container), through files in /dev/shm; "process", only this process. Without a /dev/shm of its own to write in, a
+        process is alone anyway, and `stats` says so.
     rate
         The most bytes a second that are accepted from the caller, or None for no cap.
     engine
@@ -186,14 +200,16 @@ class Pacing:
     offending value as it was given, and `TypeError`.
     """
 
-    __slots__ = ("drop_cache", "engine", "io_class", "limit", "rate", "window")
+    __slots__ = ("drop_cache", "engine", "io_class", "limit", "polite", "rate", "share", "window")
 
-    window: int
-    limit: int
+    window: int | str
+    limit: int | str
     rate: int | None
     engine: str
     drop_cache: bool
     io_class: str | None
+    polite: bool
+    share: str
 
     def __init__(
         self,
@@ -204,6 +220,8 @@ class Pacing:
         engine: str = "auto",
         drop_cache: bool = True,
         io_class: str | None = None,
+        polite: bool = False,
+        share: str = "host",
     ) -> None:
         window, limit = _windows_of(window, limit)
         if not isinstance(engine, str):
@@ -216,6 +234,12 @@ class Pacing:
             raise TypeError(f"io_class must be str or None, not {type(io_class).__name__}")
         if io_class is not None and io_class not in IO_CLASSES:
             raise ValueError(f"io_class must be None or one of {', '.join(IO_CLASSES)}: {io_class!r}")
+        if not isinstance(polite, bool):
+            raise TypeError(f"polite must be bool, not {type(polite).__name__}")
+        if not isinstance(share, str):
+            raise TypeError(f"share must be str, not {type(share).__name__}")
+        if share not in SHARES:
+            raise ValueError(f"share must be one of {', '.join(SHARES)}: {share!r}")
         put = object.__setattr__  # our own refuses
         put(self, "window", window)
         put(self, "limit", limit)
@@ -223,6 +247,8 @@ class Pacing:
         put(self, "engine", engine)
         put(self, "drop_cache", drop_cache)
         put(self, "io_class", io_class)
+        put(self, "polite", polite)
+        put(self, "share", share)
 
     def replace(self, **changes: object) -> Pacing:
         """The same with some arguments changed, and checked anew. What is not named keeps its number: a larger
@@ -238,12 +264,15 @@ class Pacing:
             "engine": self.engine,
             "drop_cache": self.drop_cache,
             "io_class": self.io_class,
+            "polite": self.polite,
+            "share": self.share,
         }
 
     def __repr__(self) -> str:
         shown = self._arguments()
-        shown["window"] = format_size(self.window, exact=True)
-        shown["limit"] = format_size(self.limit, exact=True)
+        for name in ("window", "limit"):
+            if isinstance(size := shown[name], int):
+                shown[name] = format_size(size, exact=True)
         if self.rate is not None:
             shown["rate"] = f"{format_size(self.rate, exact=True)}/s"
         return f"Pacing({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -272,11 +301,11 @@ def _restore(arguments: dict[str, object]) -> Pacing:
 
 
 BALANCED = Pacing()
-"""The default: 512 KiB windows, 2 MiB in flight, pages dropped behind; full speed, and a neighbour's fsync stays
-near its quiet latency."""
+"""The default: as few bytes in flight as keep the device busy, pages dropped behind; full speed, and a neighbour's fsync
+stays near its quiet latency."""
 
 RECIPE = Pacing(window="8MiB", limit="16MiB", drop_cache=False)
 """8 MiB windows, one behind, pages kept: the widespread recipe (Borg, Redis), here for comparison."""
 
-POLITE = Pacing(io_class="idle")
-"""As BALANCED, with windows submitted in the idle I/O class."""
+POLITE = Pacing(polite=True, io_class="idle")
+"""Gives way to neighbours, windows submitted in the idle I/O class."""

@@ -77,6 +77,15 @@ _REASONS = {
 }
 
 
+_LIMITED_BY = {
+    lib.PIO_BY_NOTHING: None,
+    lib.PIO_BY_DEVICE: "device",
+    lib.PIO_BY_CGROUP: "cgroup",
+    lib.PIO_BY_CONFIGURATION: "configuration",
+    lib.PIO_BY_ENGINE: "engine",
+}
+
+
 class WriteStats:
     """What a writer did so far: a frozen snapshot.
 
@@ -89,7 +98,16 @@ class WriteStats:
     reason
         Why the engine is not the best one, or None.
     limit, in_flight, most_in_flight
-        Bytes, counted in whole pages.
+        Bytes, counted in whole pages. An automatic limit is the one that holds now for all writers of the device together.
+    limited_by
+        Why the limit is what it is: "device" (more would only wait in its queue), "cgroup" (a quarter of the background
+        threshold that applies to this process's memory cgroup, or to the machine), "configuration" (the caller named it),
+        "engine" (it does not tell when windows complete, so the limit is fixed), or None: not found out yet.
+    base_delay_seconds, delivery_rate
+        Of the device, as an automatic limit has it: the least time of late from the start of a window to its completion, and
+        the most bytes a second of late; None where not known.
+    share
+        Whom an automatic limit is shared with: all processes of this user on the "host", or only this "process".
     stalls, stall_seconds, longest_stall_seconds
         Waits that really blocked the caller (50 microseconds or more), outside of `sync`.
     sync_seconds
@@ -101,14 +119,18 @@ class WriteStats:
     """
 
     __slots__ = (
+        "base_delay_seconds",
         "bytes",
+        "delivery_rate",
         "engine",
         "error",
         "in_flight",
         "limit",
+        "limited_by",
         "longest_stall_seconds",
         "most_in_flight",
         "reason",
+        "share",
         "stall_seconds",
         "stalls",
         "sync_seconds",
@@ -121,6 +143,10 @@ class WriteStats:
     engine: str
     reason: str | None
     limit: int
+    limited_by: str | None
+    base_delay_seconds: float | None
+    delivery_rate: int | None
+    share: str
     in_flight: int
     most_in_flight: int
     stalls: int
@@ -187,9 +213,11 @@ def _options(pacing: Pacing) -> Any:
     return ffi.new(
         "pio_options *",
         {
-            "window": pacing.window,
-            "limit": pacing.limit,
+            "window": 0 if pacing.window == "auto" else pacing.window,
+            "limit": 0 if pacing.limit == "auto" else pacing.limit,
             "rate": pacing.rate or 0,
+            "polite": pacing.polite,
+            "share": pacing.share == "host",
             "engine": _ENGINES[pacing.engine],
             "drop_cache": pacing.drop_cache,
             "io_priority": _IO_PRIORITIES[pacing.io_class],
@@ -248,7 +276,7 @@ class _PacedFile(io.FileIO):
                 self.unsettled = 0
                 return taken  # type: ignore[no-any-return]
         writer = self.native_writer
-        if writer is None and self.is_closing and self.buffer_size < self.pacing.window and self.pacing.rate is None:
+        if writer is None and self.is_closing and self.pacing.rate is None and self._is_within_a_window():
             return self._write_all_there_is(data)
         view = _from_buffer(data)
         if self.ignores_writes:
@@ -275,6 +303,10 @@ class _PacedFile(io.FileIO):
         self._accepted += code
         self.unsettled = 0
         return code  # type: ignore[no-any-return]
+
+    def _is_within_a_window(self) -> bool:
+        window = self.pacing.window
+        return isinstance(window, str) or self.buffer_size < window
 
     def _is_offered_again(self, data: Buffer) -> bool:
         """Is `data` the BufferedWriter's next attempt at the unsettled write, which then was its own?
@@ -346,7 +378,9 @@ class _PacedFile(io.FileIO):
             lib.pio_writer_stats(self.native_writer, stats)
         else:
             stats.bytes = self._accepted
-            stats.limit = self.pacing.limit
+            if self.pacing.limit != "auto":
+                stats.limit = self.pacing.limit
+                stats.limited_by = lib.PIO_BY_CONFIGURATION
             stats.verified_dirty_pages = -1
         return stats
 
@@ -382,6 +416,10 @@ class _PacedFile(io.FileIO):
             engine=_ENGINE_NAMES[raw.engine],
             reason=reason,
             limit=raw.limit,
+            limited_by=_LIMITED_BY[raw.limited_by],
+            base_delay_seconds=raw.base_delay_ns / 1e9 if raw.base_delay_ns else None,
+            delivery_rate=raw.delivery_rate or None,
+            share="host" if raw.shared else "process",
             in_flight=raw.in_flight,
             most_in_flight=raw.most_in_flight,
             stalls=raw.stalls,

@@ -1,0 +1,475 @@
+/*
+ * One budget a device, for all its writers that follow the device: who may write next, and who waits for whom.
+ *
+ * Theory of operation
+ * -------------------
+ * `total` counts what the writers of this process have in flight, and what they were granted and have not written yet.
+ * Together with what other processes have in flight (share.c) it stays below the controller's limit (control.c). Room is
+ * granted for the rest of a window at once: so windows stay whole however many writers there are, and with more writers
+ * than windows in the budget, they take turns.
+ *
+ * Who wants room lines up (`since`). Only the first in line is served, so nobody starves, and it works for everyone: it
+ * waits for the oldest window under writeback of any writer of this process, not of its own only, and then asks again.
+ * The others sleep, on a futex each, and are woken when they are first. What is idle thus never holds up what is not:
+ *
+ *  - An idle writer's windows are waited for by whoever is first in line.
+ *  - Its grant is taken back; it asks again if it ever goes on.
+ *  - Its ranges that were never started are started, when nothing else is left.
+ *  - Another process's windows cannot be waited for. It does that itself when it waits for room, before it sleeps; if it
+ *    is idle or dead, its bytes do not count any more after the time that the device may have taken for them.
+ *
+ * A writer's windows are touched only with its lock held, which a writer gives up while it sleeps or works for another. Locks
+ * of others are only tried: whoever holds one is awake, and makes progress by itself. Order: a writer's lock, then the
+ * device's; the registry's, then the device's.
+ *
+ * A polite writer is behind all others in line. It may have in flight, together with all others, what the controller gives
+ * to polite ones; after FLOOR_NS it is served as the others are, so it never stops altogether.
+ *
+ * After fork(2) the child begins with an empty registry: its copies of the parent's writers belong to another generation, and
+ * are nobody here.
+ */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "device.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "control.h"
+#include "disk.h"
+#include "sys.h"
+
+#define DEVICES 64
+#define LEAST_WINDOW (64 * 1024)
+#define MOST_WINDOW (512 * 1024)
+#define MS ((int64_t)1000000)
+#define IDLE_NS (2 * MS)      /* a grant that was not used for this long may be taken back */
+#define NAP_NS (20 * MS)      /* of the first in line: news may get lost with a process that is killed */
+#define POLITE_NAP_NS (2 * MS)
+#define SLEEP_NS (100 * MS)   /* then signal handlers are given their chance */
+#define STALE_NS (200 * MS)   /* a process that was not heard of for this long is idle, or to be asked for */
+#define FLOOR_NS (250 * MS)
+#define PRESSURE_NS (100 * MS)
+
+struct pio_device {
+	uint64_t id;
+	int with_others;
+	int references;
+	pthread_mutex_t lock;
+	pio_share share;
+	pio_member *members;
+	int waiting; /* members asleep */
+	int64_t total;
+	int64_t stalled; /* blocked in waits so far, ns */
+	int64_t pressure_at, pressure, pressure_stalled;
+};
+
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
+static pio_device *registry[DEVICES];
+static uint64_t generation = 1;
+static int64_t cap; /* bytes that this process may have in flight; 0: no cap */
+static int pressure_fd = -1;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* What the kernel will bear without stopping the writers of this process itself (Python reads it: observe.py). */
+void pio_set_cap(int64_t bytes) { __atomic_store_n(&cap, bytes, __ATOMIC_RELAXED); }
+
+/* ---- joining and leaving ---- */
+
+static void forget_parent(void) {
+	generation++;
+	pthread_mutex_init(&registry_lock, NULL);
+	for (int i = 0; i < DEVICES; i++) {
+		if (registry[i]) pio_share_forget(&registry[i]->share);
+		registry[i] = NULL;
+	}
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_parent); }
+
+static pio_device *device_new(uint64_t id, int with_others) {
+	pio_device *d = calloc(1, sizeof *d);
+	if (!d) return NULL;
+	d->id = id;
+	d->with_others = with_others;
+	if (pio_share_open(&d->share, id, with_others) < 0) {
+		free(d);
+		return NULL;
+	}
+	pthread_mutex_init(&d->lock, NULL);
+	return d;
+}
+
+static void device_free(pio_device *d) {
+	pio_share_close(&d->share);
+	pthread_mutex_destroy(&d->lock);
+	free(d);
+}
+
+/* Makes the writer one of the device's. 0, or why it keeps a budget of its own: -ENOMEM, -EMFILE (too many devices). */
+int pio_device_join(pio_member *m, uint32_t major, uint32_t minor, int with_others) {
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
+	uint64_t id = pio_disk_of(major, minor);
+	int empty = -1, found = -1;
+
+	pthread_once(&once, watch_forks);
+	pthread_mutex_lock(&registry_lock);
+	for (int i = 0; i < DEVICES && found < 0; i++) {
+		if (!registry[i])
+			empty = empty < 0 ? i : empty;
+		else if (registry[i]->id == id && registry[i]->with_others == with_others)
+			found = i;
+	}
+	if (found < 0 && empty >= 0 && (registry[empty] = device_new(id, with_others))) found = empty;
+	if (found >= 0) {
+		pio_device *d = registry[found];
+		pthread_mutex_lock(&d->lock);
+		d->references++;
+		m->generation = generation;
+		m->next = d->members;
+		d->members = m;
+		m->device = d;
+		pthread_mutex_unlock(&d->lock);
+	}
+	pthread_mutex_unlock(&registry_lock);
+	return found >= 0 ? 0 : empty < 0 ? -EMFILE : -ENOMEM;
+}
+
+static pio_device *device_of(const pio_member *m) {
+	return m->device && m->generation == generation ? m->device : NULL;
+}
+
+int pio_device_has(const pio_member *m) { return device_of(m) != NULL; }
+
+/* ---- the others ---- */
+
+static pio_slot *own_slot(const pio_device *d) { return &d->share.shared->slots[d->share.slot]; }
+
+#define get(place) __atomic_load_n(&(place), __ATOMIC_RELAXED)
+#define put(place, value) __atomic_store_n(&(place), (value), __ATOMIC_RELAXED)
+
+static const pio_control *control_of(const pio_device *d) { return &d->share.shared->control; }
+
+/* The memory is shared: whatever is in it must not lead astray. */
+static int64_t window_of(const pio_device *d) {
+	int64_t window = control_of(d)->window, bound = get(cap);
+	if (window < LEAST_WINDOW || window > MOST_WINDOW || window % LEAST_WINDOW != 0) window = MOST_WINDOW / 2;
+	while (bound > 0 && window > LEAST_WINDOW && 2 * window > bound) window /= 2;
+	return window;
+}
+
+static int64_t limit_for(const pio_device *d, int polite) {
+	int64_t window = window_of(d), bound = get(cap);
+	int64_t limit = least(most(pio_control_limit(control_of(d), polite), window), PIO_WINDOWS / 2 * window);
+	return bound > 0 ? least(limit, bound) : limit;
+}
+
+/* Does what this process said last still hold? A call may last as long as the device takes; after one, what was started
+ * then has completed by now. */
+static int is_current(const pio_device *d, int slot, int64_t now) {
+	const pio_slot *s = &d->share.shared->slots[slot];
+	if (now - get(s->seen_at) < STALE_NS) return 1;
+	return get(s->in_call) && !pio_share_is_dead(&d->share, slot);
+}
+
+/* What other processes have in flight; and since when the longest waiting of them waits. */
+static int64_t of_others(const pio_device *d, int64_t now, int64_t *since, int *who) {
+	int64_t total = 0;
+	*since = INT64_MAX;
+	*who = -1;
+	int used = (int)least(get(d->share.shared->slots_used), PIO_PROCESSES);
+	for (int i = 0; i < used; i++) {
+		const pio_slot *s = &d->share.shared->slots[i];
+		if (i == d->share.slot) continue;
+		int64_t in_flight = get(s->in_flight), waiting = get(s->waiting_since);
+		if ((in_flight <= 0 && waiting <= 0) || !is_current(d, i, now)) continue;
+		total += most(in_flight, 0);
+		if (waiting > 0 && waiting < *since) {
+			*since = waiting;
+			*who = i;
+		}
+	}
+	return total;
+}
+
+static void wake(uint32_t *word) {
+	__atomic_add_fetch(word, 1, __ATOMIC_RELEASE);
+	SYS.futex_wake(word);
+}
+
+static void publish(pio_device *d, int64_t now) {
+	pio_slot *s = own_slot(d);
+	put(s->in_flight, d->total);
+	put(s->seen_at, now);
+}
+
+/* ---- lining up ---- */
+
+/* Is `a` to be served before `b`? */
+static int precedes(const pio_member *a, const pio_member *b, int64_t now) {
+	int a_last = a->polite && now - a->since < FLOOR_NS, b_last = b->polite && now - b->since < FLOOR_NS;
+	return a_last != b_last ? b_last : a->since < b->since;
+}
+
+/* The first in line of those who are asleep. */
+static pio_member *first_waiting(const pio_device *d, int64_t now) {
+	pio_member *first = NULL;
+	if (d->waiting == 0) return NULL;
+	for (pio_member *m = d->members; m; m = m->next)
+		if (m->waiting && (!first || precedes(m, first, now))) first = m;
+	return first;
+}
+
+/* There may be room: wakes who is first in line here, and, since it may be their turn, who is in other processes. */
+static void tell(pio_device *d, int64_t now) {
+	int64_t since;
+	int who;
+	pio_member *first = first_waiting(d, now);
+	if (first) wake(first->sleeps_on);
+	of_others(d, now, &since, &who);
+	if (who >= 0) wake(&d->share.shared->slots[who].word);
+}
+
+static void take_back(pio_device *d, pio_member *m) {
+	d->total -= m->ahead;
+	m->ahead = 0;
+}
+
+/* Finds something that makes room: takes back idle grants, else names whom to relieve, its lock held. */
+static pio_member *find_relief(pio_device *d, pio_member *asking, int64_t now, int *took_back) {
+	for (int dirty_ones = 0; dirty_ones < 2; dirty_ones++) {
+		pio_member *best = NULL;
+		for (pio_member *m = d->members; m; m = m->next) {
+			int64_t age = dirty_ones ? m->used_at : m->oldest;
+			if (dirty_ones ? m->dirty == 0 || m->oldest != 0 : m->oldest == 0) continue;
+			if (best && age >= (dirty_ones ? best->used_at : best->oldest)) continue;
+			if (m != asking && pthread_mutex_trylock(m->lock) != 0) continue;
+			if (best && best != asking) pthread_mutex_unlock(best->lock);
+			best = m;
+		}
+		if (best) return best;
+		if (dirty_ones) break;
+		for (pio_member *m = d->members; m; m = m->next)
+			if (m != asking && m->ahead > 0 && now - m->used_at >= IDLE_NS) {
+				take_back(d, m);
+				*took_back = 1;
+			}
+		if (*took_back) break;
+	}
+	return NULL;
+}
+
+/*
+ * Asks for `need` bytes in place of what is left of the last grant. PIO_GRANTED; or PIO_RELIEVE, `*whom` being the writer
+ * whose oldest window is to be waited for (or ranges started); or PIO_SLEEP, then pio_device_sleep is to be called with the
+ * writer's own lock released. After both, ask again. `idle`: the last PIO_RELIEVE found nothing to do.
+ */
+int pio_device_ask(pio_member *m, int64_t need, int idle, pio_member **whom) {
+	pio_device *d = device_of(m);
+	int64_t since, now;
+	int who, answer;
+	if (!d) return PIO_GRANTED;
+
+	pthread_mutex_lock(&d->lock);
+	now = SYS.now();
+	if (m->since == 0) m->since = now;
+	take_back(d, m);
+	m->used_at = now;
+again:;
+	int last = m->polite && now - m->since < FLOOR_NS;
+	int64_t others = of_others(d, now, &since, &who);
+	int64_t in_flight = d->total + others;
+	pio_member *first = first_waiting(d, now);
+	int is_first = !first || first == m || precedes(m, first, now);
+	int fits = in_flight == 0 || in_flight + need <= limit_for(d, last);
+	int turn = is_first && since >= m->since;
+
+	if (fits && turn) {
+		d->total += need;
+		m->ahead = need;
+		m->since = 0;
+		publish(d, now);
+		tell(d, now);
+		answer = PIO_GRANTED;
+	} else {
+		int took_back = 0;
+		pio_member *relief = is_first && !idle && !(last && fits) ? find_relief(d, m, now, &took_back) : NULL;
+		if (took_back) goto again;
+		*whom = relief;
+		answer = relief ? PIO_RELIEVE : PIO_SLEEP;
+		if (answer == PIO_SLEEP) {
+			m->waiting = 1;
+			d->waiting++;
+			m->sleeps_on = is_first ? &own_slot(d)->word : &m->word;
+			m->seen = __atomic_load_n(m->sleeps_on, __ATOMIC_ACQUIRE);
+			if (is_first && !last) put(own_slot(d)->waiting_since, m->since);
+		}
+		publish(d, now);
+	}
+	pthread_mutex_unlock(&d->lock);
+	return answer;
+}
+
+/* Sleeps until there may be room, as pio_device_ask advised. -EINTR: it was long enough for signal handlers to be run. */
+int pio_device_sleep(pio_member *m) {
+	pio_device *d = device_of(m);
+	uint32_t *own = &own_slot(d)->word;
+	int64_t nap = m->sleeps_on != own ? SLEEP_NS : m->polite ? POLITE_NAP_NS : NAP_NS;
+	int rc = SYS.futex_wait(m->sleeps_on, m->seen, nap);
+
+	pthread_mutex_lock(&d->lock);
+	int64_t now = SYS.now();
+	m->waiting = 0;
+	d->waiting--;
+	if (m->sleeps_on == own) put(own_slot(d)->waiting_since, 0);
+	publish(d, now);
+	int late = now - m->since > SLEEP_NS;
+	pthread_mutex_unlock(&d->lock);
+	return rc == -EINTR || (late && rc == -ETIMEDOUT) ? -EINTR : 0;
+}
+
+/* ---- news of a writer ---- */
+
+/* What the writer has in flight by now, `dirty` of it not started, the oldest of the rest started at `oldest`. */
+void pio_device_settle(pio_member *m, int64_t in_flight, int64_t dirty, int64_t oldest) {
+	pio_device *d = device_of(m);
+	if (!d) return;
+	pthread_mutex_lock(&d->lock);
+	int64_t now = SYS.now();
+	int64_t before = m->in_flight + m->ahead;
+	m->ahead = most(m->ahead - most(in_flight - m->in_flight, 0), 0);
+	m->in_flight = in_flight;
+	m->dirty = dirty;
+	m->oldest = oldest;
+	d->total += in_flight + m->ahead - before;
+	publish(d, now);
+	if (in_flight + m->ahead < before) tell(d, now);
+	pthread_mutex_unlock(&d->lock);
+}
+
+/* Around every call of the writer that may block: what is under way is no old news. */
+void pio_device_enter(const pio_member *m) {
+	pio_device *d = device_of(m);
+	if (d) __atomic_add_fetch(&own_slot(d)->in_call, 1, __ATOMIC_RELAXED);
+}
+
+void pio_device_exit(const pio_member *m) {
+	pio_device *d = device_of(m);
+	if (d) __atomic_sub_fetch(&own_slot(d)->in_call, 1, __ATOMIC_RELAXED);
+}
+
+void pio_device_leave(pio_member *m) {
+	pio_device *d = device_of(m);
+	m->device = NULL;
+	if (!d) return;
+	pthread_mutex_lock(&registry_lock);
+	pthread_mutex_lock(&d->lock);
+	for (pio_member **link = &d->members; *link; link = &(*link)->next)
+		if (*link == m) {
+			*link = m->next;
+			break;
+		}
+	take_back(d, m);
+	d->total -= m->in_flight;
+	m->in_flight = m->dirty = m->oldest = 0;
+	int64_t now = SYS.now();
+	publish(d, now);
+	tell(d, now);
+	int unused = --d->references == 0;
+	pthread_mutex_unlock(&d->lock);
+	for (int i = 0; unused && i < DEVICES; i++)
+		if (registry[i] == d) registry[i] = NULL;
+	pthread_mutex_unlock(&registry_lock);
+	if (unused) device_free(d);
+}
+
+void pio_device_started(const pio_member *m, int64_t now, int64_t bytes, pio_stamp *s) {
+	pio_device *d = device_of(m);
+	int64_t since;
+	int who;
+	if (!d) return;
+	pthread_mutex_lock(&d->lock);
+	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), s);
+	pthread_mutex_unlock(&d->lock);
+}
+
+/* "some avg10=0.00 avg60=0.00 avg300=0.00 total=12345", in microseconds; -1: not known. */
+static int64_t read_pressure(void) {
+	char text[256];
+	if (pressure_fd < 0) pressure_fd = SYS.open("/proc/pressure/io", O_RDONLY);
+	if (pressure_fd < 0) return -1;
+	int64_t n = SYS.pread(pressure_fd, text, sizeof text - 1, 0);
+	if (n <= 0) return -1;
+	text[n] = '\0';
+	const char *total = strstr(text, "total=");
+	return total ? (int64_t)strtoll(total + 6, NULL, 10) * 1000 : -1;
+}
+
+/* The pressure since the last look that was not our own stall. */
+static void look_at_pressure(pio_device *d, int64_t now) {
+	if (now - d->pressure_at < PRESSURE_NS) return;
+	int64_t pressure = read_pressure();
+	if (pressure < 0) return;
+	if (d->pressure_at && now - d->pressure_at < 10 * PRESSURE_NS) {
+		int64_t others = pressure - d->pressure - (d->stalled - d->pressure_stalled);
+		pio_control_pressure(&d->share.shared->control, others, now - d->pressure_at);
+	}
+	d->pressure_at = now;
+	d->pressure = pressure;
+	d->pressure_stalled = d->stalled;
+}
+
+/* A window was waited for, which blocked for `blocked` ns; 0: it was complete before. */
+void pio_device_completed(pio_member *m, int64_t now, const pio_stamp *s, int64_t blocked) {
+	pio_device *d = device_of(m);
+	if (!d) return;
+	pthread_mutex_lock(&d->lock);
+	d->stalled += blocked;
+	if (pio_share_lock_control(&d->share)) {
+		pio_control_completed(&d->share.shared->control, now, s, blocked > 0, m->polite);
+		if (m->polite) look_at_pressure(d, now);
+		pio_share_unlock_control(&d->share);
+	}
+	pthread_mutex_unlock(&d->lock);
+}
+
+/* ---- what the controller says ---- */
+
+int64_t pio_device_limit(const pio_member *m) {
+	const pio_device *d = device_of(m);
+	int64_t limit = d ? limit_for(d, m->polite) : INT64_MAX;
+	return m->limit > 0 ? least(limit, m->limit) : limit;
+}
+
+int64_t pio_device_window(const pio_member *m) {
+	const pio_device *d = device_of(m);
+	return d ? window_of(d) : 0;
+}
+
+/* Bytes a second that a polite writer may accept; 0: no cap. */
+int64_t pio_device_rate(const pio_member *m) {
+	const pio_device *d = device_of(m);
+	return d && m->polite ? pio_control_polite_rate(control_of(d)) : 0;
+}
+
+void pio_device_stats(const pio_member *m, pio_stats *out) {
+	const pio_device *d = device_of(m);
+	if (!d) return;
+	int64_t bound = get(cap);
+	const pio_control *c = control_of(d);
+	out->base_delay_ns = c->base;
+	out->delivery_rate = c->rate;
+	out->shared = d->share.fd >= 0;
+	if (m->limit > 0 && m->limit <= limit_for(d, m->polite))
+		out->limited_by = PIO_BY_CONFIGURATION;
+	else if (bound > 0 && bound <= most(pio_control_limit(c, m->polite), window_of(d)))
+		out->limited_by = PIO_BY_CGROUP;
+	else
+		out->limited_by = c->phase == PIO_STARTING ? PIO_BY_NOTHING : PIO_BY_DEVICE;
+}

@@ -1,0 +1,8 @@
+#ifndef PACEDIO_DISK_H
+#define PACEDIO_DISK_H
+
+#include "pacedio.h"
+
+uint64_t pio_disk_of(uint32_t major, uint32_t minor);
+
+#endif
