@@ -24,11 +24,12 @@
  *     delay  of a window = completion - start, the transfer of the window itself included
  *     base   = least delay of a full window, of the last 5 to 10 seconds
  *     rate   = largest of the rounds of the last second or so
- *     limit  = rate x (base + SLACK) + window
+ *     slack  = time for a waiter to get the processor + time from there to the next start + twice the deviation of delays
+ *     limit  = rate x (base + slack) + window
  *
- * rate x base keeps the pipe full, for its delay and for the window that is in it. A completion is noticed when its waiter
- * gets the processor, and then the next window must be filled: that is SLACK. The window that is being filled counts as in
- * flight, too. Where the pipe is not full, rate = limit / delay, so that the formula is then above the limit, which therefore
+ * rate x base keeps the pipe full, for its delay and for the window that is in it; slack, while a completion is noticed and
+ * the next window is filled and started, and through the device's whims. The window that is being filled counts as in flight,
+ * too. Where the pipe is not full, rate = limit / delay, so that the formula is then above the limit, which therefore
  * grows until it is: that is the probe upwards, and needs no case of its own. If the device becomes slower the maximum
  * expires; if it becomes faster the limit grows again.
  *
@@ -43,8 +44,8 @@
  *
  * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
  * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
- * own (PSI) lower its share by an eighth each round trip; without either it recovers within two seconds. It never goes
- * below 1/LEAST_SHARE of the rate.
+ * own (PSI) lower its share by a quarter each time; without either it recovers within two seconds. It never goes below a
+ * sixteenth of the rate.
  *
  * The rate that a caller asks for is kept as ATM's generic cell rate algorithm does (ITU-T I.371): `due` is when the bytes
  * accepted so far should have been accepted at exactly this rate, and more may come once they would be ahead of it by no
@@ -64,9 +65,9 @@
 #define MOST_WINDOW (512 * KIB)
 #define MOST_LIMIT (PIO_WINDOWS / 2 * MOST_WINDOW)
 
-#define LEAST_SLACK (MS / 10)
-#define MOST_SLACK (MS / 2) /* or the base, if that is more */
-#define WINDOW_TIME (MS * 15 / 100)
+#define WAKE (MS / 10) /* until a waiter has the processor */
+#define MOST_SLACK (MS) /* or the base, if that is more */
+#define WINDOW_TIME (MS * 12 / 100)
 #define ROUND (5 * MS)
 #define RATE_AGE (SECOND / 2)     /* of one of two generations */
 #define BASE_AGE (5 * SECOND)     /* likewise */
@@ -77,7 +78,9 @@
 
 #define FULL_SHARE 1024
 #define POLITE (FULL_SHARE * 6 / 10)
-#define LEAST_SHARE 16
+#define LEAST_SHARE (FULL_SHARE / 16)
+#define LOOKS 8
+#define CROWDED (MS / 2)
 #define RECOVERY (2 * SECOND)
 
 #define BURSTS_A_SECOND 25
@@ -105,8 +108,9 @@ void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64
 	s->bytes = bytes;
 	s->delivered = c->delivered;
 	s->alone = in_flight <= most(bytes, c->window);
-	/* Room for another window, and nobody takes it: the producer is the slower side. */
-	s->demanded = in_flight + c->window > c->limit - c->window;
+	/* Room for another window, and nobody has taken it: the producer is the slower side. */
+	s->demanded = in_flight + c->window > c->limit;
+	s->gap = now - c->seen_at;
 }
 
 /* Windows go one by one for a moment. */
@@ -176,7 +180,7 @@ static int64_t whole_windows(const pio_control *c, int64_t bytes) {
 }
 
 static int64_t target_of(const pio_control *c) {
-	int64_t slack = least(LEAST_SLACK + 2 * c->deviation, most(c->base, MOST_SLACK));
+	int64_t slack = least(WAKE + c->gap + 2 * c->deviation, most(c->base, MOST_SLACK));
 	return content(c->rate, c->base + slack) + c->window;
 }
 
@@ -215,17 +219,17 @@ static void note_round(pio_control *c, int64_t now, const pio_stamp *s) {
 	begin_round(c, now);
 }
 
+/* The least of a few delays is what counts: single ones are late for many reasons. */
 static void note_politeness(pio_control *c, int64_t now, int64_t delay, const pio_stamp *s) {
 	int64_t base = c->long_base - transfer(c, c->window) + transfer(c, s->bytes);
-	int64_t since = least(now - c->share_at, RECOVERY);
-	int crowded = c->long_base > 0 && delay > base + most(base / 2, MOST_SLACK);
 
-	if (crowded && now - c->yielded_at >= delay) {
-		c->share = most(c->share - c->share / 8, FULL_SHARE / LEAST_SHARE);
-		c->yielded_at = now;
-	} else if (!crowded && c->share_at) {
-		c->share = least(c->share + most(scaled(POLITE, since, RECOVERY), 1), POLITE);
-	}
+	if (c->looks == 0 || delay < c->least_delay) c->least_delay = delay;
+	if (++c->looks < LOOKS) return;
+	c->looks = 0;
+	if (c->least_delay > base + most(base / 2, CROWDED))
+		c->share = most(c->share - c->share / 4, LEAST_SHARE);
+	else if (c->share_at)
+		c->share = least(c->share + scaled(POLITE, least(now - c->share_at, RECOVERY), RECOVERY), POLITE);
 	c->share_at = now;
 }
 
@@ -243,9 +247,8 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 	int64_t delay = most(now - s->started, 1);
 	if (s->bytes >= c->window) note_base(c, now, delay);
 	if (c->phase == PIO_STEADY) note_deviation(c, delay);
-	if (polite) {
-		note_politeness(c, now, delay, s);
-	}
+	if (s->demanded) c->gap += (least(s->gap, MOST_SLACK) - c->gap) / 16;
+	if (polite && c->phase == PIO_STEADY && c->long_base) note_politeness(c, now, delay, s);
 	if (c->phase == PIO_DRAINING) {
 		c->drained += s->alone;
 		if (c->drained >= DRAIN_WINDOWS || now - c->drain_since >= DRAIN_PATIENCE) c->phase = PIO_STEADY;
@@ -255,14 +258,21 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 
 /* Others were stalled on I/O for `stalled` of the last `interval` ns: who is polite gives way. */
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t interval) {
-	if (stalled > interval / 8) c->share = most(c->share - c->share / 8, FULL_SHARE / LEAST_SHARE);
+	if (stalled > interval / 8) c->share = most(c->share - c->share / 4, LEAST_SHARE);
 }
 
 /* The most bytes that may be in flight on the device. */
 int64_t pio_control_limit(const pio_control *c, int polite) {
 	if (c->phase == PIO_DRAINING) return c->window;
 	if (!polite || c->phase == PIO_STARTING) return c->limit;
-	return most(c->window, content(c->rate, c->base) / FULL_SHARE * c->share);
+	/* A window is being filled; but with room for it the rate alone would hold windows back, no wait would ever block, and
+	 * nobody would know how long they took. */
+	return content(c->rate, c->base) / FULL_SHARE * c->share + pio_control_window(c, polite) / 2;
+}
+
+/* How much is to be started at once. */
+int64_t pio_control_window(const pio_control *c, int polite) {
+	return polite && c->phase == PIO_STEADY ? most(c->window / 2, LEAST_WINDOW) : c->window;
 }
 
 /* Bytes a second that polite writers may accept together; 0: not known yet. */

@@ -157,15 +157,15 @@ static pio_slot *own_slot(const pio_device *d) { return &d->share.shared->slots[
 static const pio_control *control_of(const pio_device *d) { return &d->share.shared->control; }
 
 /* The memory is shared: whatever is in it must not lead astray. */
-static int64_t window_of(const pio_device *d) {
-	int64_t window = control_of(d)->window, bound = get(cap);
+static int64_t window_of(const pio_device *d, int polite) {
+	int64_t window = pio_control_window(control_of(d), polite), bound = get(cap);
 	if (window < LEAST_WINDOW || window > MOST_WINDOW || window % LEAST_WINDOW != 0) window = MOST_WINDOW / 2;
 	while (bound > 0 && window > LEAST_WINDOW && 2 * window > bound) window /= 2;
 	return window;
 }
 
 static int64_t limit_for(const pio_device *d, int polite) {
-	int64_t window = window_of(d), bound = get(cap);
+	int64_t window = window_of(d, polite), bound = get(cap);
 	int64_t limit = least(most(pio_control_limit(control_of(d), polite), window), PIO_WINDOWS / 2 * window);
 	return bound > 0 ? least(limit, bound) : limit;
 }
@@ -449,7 +449,7 @@ int64_t pio_device_limit(const pio_member *m) {
 
 int64_t pio_device_window(const pio_member *m) {
 	const pio_device *d = device_of(m);
-	return d ? window_of(d) : 0;
+	return d ? window_of(d, m->polite) : 0;
 }
 
 /* Bytes a second that a polite writer may accept; 0: no cap. */
@@ -468,7 +468,7 @@ void pio_device_stats(const pio_member *m, pio_stats *out) {
 	out->shared = d->share.fd >= 0;
 	if (m->limit > 0 && m->limit <= limit_for(d, m->polite))
 		out->limited_by = PIO_BY_CONFIGURATION;
-	else if (bound > 0 && bound <= most(pio_control_limit(c, m->polite), window_of(d)))
+	else if (bound > 0 && bound <= most(pio_control_limit(c, m->polite), window_of(d, m->polite)))
 		out->limited_by = PIO_BY_CGROUP;
 	else
 		out->limited_by = c->phase == PIO_STARTING ? PIO_BY_NOTHING : PIO_BY_DEVICE;

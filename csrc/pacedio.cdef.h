@@ -124,6 +124,7 @@ typedef struct pio_stamp {
 	int64_t started; /* when, ns */
 	int64_t bytes;
 	int64_t delivered; /* by the device, as far as was known then */
+	int64_t gap;       /* since a window was last seen to be complete */
 	int alone;         /* nothing else was in flight */
 	int demanded;      /* the producer used the room that there was */
 } pio_stamp;
@@ -142,6 +143,7 @@ typedef struct pio_control {
 	int64_t base;   /* least delay of a window of late */
 	int64_t long_base;
 	int64_t mean, deviation; /* of the delay */
+	int64_t gap;             /* from a completion to the next start, on average */
 	int64_t delivered; /* bytes, ever */
 	int64_t seen_at;   /* when a window was last seen to be complete */
 	int64_t round_delivered;
@@ -152,11 +154,11 @@ typedef struct pio_control {
 	int64_t drain_since;
 	int64_t share; /* of the rate that polite writers take, in 1024ths */
 	int64_t share_at;
-	int64_t yielded_at;
+	int64_t least_delay; /* of the last few of theirs */
 	int32_t phase;
 	int32_t drained;    /* windows */
 	int32_t round_lost; /* the producer was the slower side in it */
-	int32_t reserved;
+	int32_t looks;
 } pio_control;
 
 void pio_control_init(pio_control *c);
@@ -164,6 +166,7 @@ void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t interval);
 int64_t pio_control_limit(const pio_control *c, int polite);
+int64_t pio_control_window(const pio_control *c, int polite);
 int64_t pio_control_polite_rate(const pio_control *c);
 
 typedef struct pio_rate {
