@@ -14,6 +14,7 @@ SOURCES = [
     "csrc/window.c",
     "csrc/control.c",
     "csrc/engine.c",
+    "csrc/prealloc.c",
     "csrc/writer.c",
     "csrc/resident.c",
     "csrc/reader.c",
