@@ -17,6 +17,7 @@ SOURCES = [
     "csrc/share.c",
     "csrc/device.c",
     "csrc/engine.c",
+    "csrc/prealloc.c",
     "csrc/writer.c",
     "csrc/resident.c",
     "csrc/reader.c",

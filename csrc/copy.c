@@ -70,6 +70,7 @@ typedef struct slot {
 	int64_t filled; /* so far, of the buffer */
 	int64_t got;    /* bytes of `len` that were read, fewer only at the source's end; or a negative errno */
 	int hole;
+	int64_t extent; /* its end, as far as is known */
 	int beyond; /* what the size says */
 	int cached; /* some of its pages were resident */
 	int ready;
@@ -208,6 +209,7 @@ static int next_piece(pio_copy *c, slot *s) {
 				if (c->sparse) end = least(c->extent_end, c->end);
 				end = least(end, down(c->next, CHUNK) + CHUNK);
 			}
+			s->extent = c->sparse ? least(c->extent_end, c->end) : c->end;
 			s->len = end - s->at;
 			if (s->len <= 0) break; /* the end came nearer */
 			if (!s->hole && c->known) note_residency(c, s);
@@ -218,6 +220,7 @@ static int next_piece(pio_copy *c, slot *s) {
 	if (source_size(c) > c->next) return 0; /* it grows faster than it is followed */
 	s->at = c->next;
 	s->len = down(c->next, CHUNK) + CHUNK - c->next;
+	s->extent = 0;
 	s->hole = 0;
 	s->beyond = 1;
 	c->next += s->len;
@@ -367,6 +370,7 @@ static int64_t skip_hole(pio_copy *c, const slot *s) {
 }
 
 static int64_t write_data(pio_copy *c, const slot *s) {
+	if (!s->beyond) pio_expect(c->writer, c->start + s->extent);
 	int64_t n = write_some(c, s->buffer + s->at % c->page + c->written, s->got - c->written);
 	if (n < 0) return n;
 	c->ends_in_hole = 0;
@@ -386,6 +390,7 @@ static int64_t finish(pio_copy *c) {
 		if (error < 0) return error;
 		c->ends_in_hole = 0;
 	}
+	pio_release(c->writer);
 	return 0;
 }
 

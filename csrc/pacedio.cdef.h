@@ -30,6 +30,13 @@ typedef struct pio_status {
 	uint32_t user;
 } pio_status;
 
+/* A part of a file that has blocks, or will have them. */
+typedef struct pio_extent {
+	int64_t off;
+	int64_t len;
+	uint32_t flags; /* FIEMAP_EXTENT_* */
+} pio_extent;
+
 /* One entry a system call, each returning its result or a negative errno. Tests replace entries to make the
  * failure branches run; nothing else writes to the table. */
 typedef struct pio_sys {
@@ -52,6 +59,11 @@ typedef struct pio_sys {
 	int (*get_flags)(int fd); /* fcntl(F_GETFL) */
 	int (*status)(int fd, pio_status *out);
 	int (*file_system)(int fd, uint64_t *magic); /* fstatfs(2), f_type */
+	int64_t (*available)(int fd);                /* fstatfs(2), bytes that everybody may still use */
+	int (*fallocate)(int fd, int mode, int64_t off, int64_t len);
+	int (*next_extent)(int fd, int64_t off, pio_extent *out); /* FS_IOC_FIEMAP; 0: no extent ends after `off` */
+	int (*inode_flags)(int fd);                               /* FS_IOC_GETFLAGS */
+	int64_t (*mount_id)(int fd);                              /* the one that /proc/self/mountinfo has */
 	int (*ioprio_get)(void);                     /* of the calling thread */
 	int (*ioprio_set)(int priority);
 	int64_t (*now)(void);
@@ -217,6 +229,8 @@ enum {
 
 /* ---- writer: the write loop ------------------------------------------------------------------------------ */
 
+#define PIO_AHEAD -1
+
 typedef struct pio_options {
 	int64_t window; /* bytes; 0: as the controller has it */
 	int64_t limit;  /* bytes; 0: as the controller has it, in a budget shared with other writers */
@@ -226,6 +240,7 @@ typedef struct pio_options {
 	int engine;
 	int drop_cache;
 	int io_priority; /* as ioprio_set(2) takes it; 0: leave the thread's own */
+	int64_t preallocate; /* the file's size as expected; PIO_AHEAD: not known; 0: allocate nothing ahead */
 } pio_options;
 
 /* Why the limit is what it is. */
@@ -267,6 +282,8 @@ int64_t pio_write(pio_writer *w, const void *buf, size_t n);
 int pio_truncate(pio_writer *w, int64_t size);
 int pio_sync(pio_writer *w);
 int pio_writer_close(pio_writer *w);
+void pio_release(pio_writer *w);
+void pio_expect(pio_writer *w, int64_t end);
 int pio_writer_fd(const pio_writer *w);
 void pio_writer_stats(pio_writer *w, pio_stats *out);
 

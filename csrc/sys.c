@@ -16,9 +16,12 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/fiemap.h>
+#include <linux/fs.h>
 #include <linux/futex.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
@@ -161,6 +164,54 @@ static int sys_file_system(int fd, uint64_t *magic) {
 	return 0;
 }
 
+static int64_t sys_available(int fd) {
+	struct statfs s;
+	if (fstatfs(fd, &s) < 0) return -(int64_t)errno;
+	uint64_t blocks = s.f_bavail, block = (uint64_t)s.f_frsize;
+	return block > 0 && blocks > INT64_MAX / block ? INT64_MAX : (int64_t)(blocks * block);
+}
+
+static int sys_fallocate(int fd, int mode, int64_t off, int64_t len) {
+	return status_of(fallocate(fd, mode, (off_t)off, (off_t)len));
+}
+
+static int sys_next_extent(int fd, int64_t off, pio_extent *out) {
+	union {
+		struct fiemap map;
+		unsigned char room[sizeof(struct fiemap) + sizeof(struct fiemap_extent)];
+	} u;
+	memset(&u, 0, sizeof u);
+	u.map.fm_start = (uint64_t)off;
+	u.map.fm_length = FIEMAP_MAX_OFFSET - (uint64_t)off;
+	u.map.fm_extent_count = 1;
+	if (ioctl(fd, FS_IOC_FIEMAP, &u.map) < 0) return -errno;
+	if (u.map.fm_mapped_extents == 0) return 0;
+	struct fiemap_extent first;
+	memcpy(&first, u.room + sizeof(struct fiemap), sizeof first);
+	out->off = (int64_t)first.fe_logical;
+	out->len = (int64_t)first.fe_length;
+	out->flags = first.fe_flags;
+	return 1;
+}
+
+static int sys_inode_flags(int fd) {
+	int flags = 0; /* the kernel writes an int, whatever the request's number says */
+	if (ioctl(fd, FS_IOC_GETFLAGS, &flags) < 0) return -errno;
+	return flags & INT_MAX;
+}
+
+static int64_t sys_mount_id(int fd) {
+#ifdef STATX_ATTR_MOUNT_ROOT
+	struct statx s;
+	memset(&s, 0, sizeof s);
+	if (statx(fd, "", AT_EMPTY_PATH, STATX_MNT_ID, &s) < 0) return -errno;
+	if (s.stx_mask & STATX_MNT_ID) return (int64_t)s.stx_mnt_id;
+#else
+	(void)fd;
+#endif
+	return -ENOSYS;
+}
+
 static int sys_ioprio_get(void) { return status_of((int)syscall(SYS_ioprio_get, IOPRIO_WHO_PROCESS, 0)); }
 
 static int sys_ioprio_set(int priority) {
@@ -253,6 +304,11 @@ pio_sys pio_sys_table = {
 	.get_flags = sys_get_flags,
 	.status = sys_status,
 	.file_system = sys_file_system,
+	.available = sys_available,
+	.fallocate = sys_fallocate,
+	.next_extent = sys_next_extent,
+	.inode_flags = sys_inode_flags,
+	.mount_id = sys_mount_id,
 	.ioprio_get = sys_ioprio_get,
 	.ioprio_set = sys_ioprio_set,
 	.now = sys_now,

@@ -25,6 +25,7 @@
 #include "control.h"
 #include "device.h"
 #include "engine.h"
+#include "prealloc.h"
 #include "sys.h"
 #include "window.h"
 
@@ -50,6 +51,7 @@ struct pio_writer {
 	pio_engine engine;
 	pio_window plan;
 	pio_rate rate;
+	pio_prealloc ahead;
 	pio_range last;         /* the pages of the last write */
 	uint64_t synced_starts; /* windows started before this many were are covered by a sync of the data */
 	pio_member member;
@@ -118,6 +120,7 @@ pio_writer *pio_writer_new(int fd, const pio_options *options) {
 	pio_engine_init(&w->engine, fd, !options->drop_cache, options->io_priority);
 	pio_window_init(&w->plan, pio_page_size(), window, options->limit ? options->limit : most(LIMIT, window));
 	pio_rate_set(&w->rate, window, options->rate);
+	pio_prealloc_init(&w->ahead, fd, options->engine == PIO_NONE ? 0 : options->preallocate);
 	return w;
 }
 
@@ -143,6 +146,7 @@ static int fail(pio_writer *w, int rc, int late) {
 	if (w->stats.error == 0) {
 		w->stats.error = -rc;
 		w->stats.late = late;
+		pio_prealloc_release(&w->ahead);
 	}
 	return rc;
 }
@@ -349,7 +353,13 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	int rc = keep_rate(w, (int64_t)n);
 	if (rc < 0) return rc;
 
+	if (paces(w)) {
+		pio_prealloc_before(&w->ahead, off);
+		pio_prealloc_ahead(&w->ahead, off, (int64_t)n, w->plan.window);
+	}
 	int64_t written = pio_engine_write(&w->engine, buf, n);
+	if ((written == -ENOSPC || written == -EDQUOT) && pio_prealloc_release(&w->ahead))
+		written = pio_engine_write(&w->engine, buf, n);
 	/* Neither is an error of the data: the one is for signal handlers, the other for non-blocking descriptors. */
 	if (written == -EINTR || written == -EAGAIN) return written;
 	if (written < 0) return fail(w, (int)written, 0);
@@ -365,6 +375,7 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	w->last.off = off - off % page;
 	w->last.len = (off + written + page - 1) / page * page - w->last.off;
 	pio_window_wrote(&w->plan, off, written);
+	pio_prealloc_wrote(&w->ahead, off, written);
 	/* Before anything is started, which is stamped with what is in flight. */
 	settle(w);
 	rc = keep_up(w);
@@ -409,8 +420,12 @@ int64_t pio_write(pio_writer *w, const void *buf, size_t n) {
 int pio_truncate(pio_writer *w, int64_t size) {
 	begin(w);
 	int rc = refusal(w);
+	if (rc == 0) pio_prealloc_before(&w->ahead, size);
 	if (rc == 0) rc = SYS.ftruncate(w->fd, size);
-	if (rc == 0) pio_window_truncate(&w->plan, size);
+	if (rc == 0) {
+		pio_window_truncate(&w->plan, size);
+		pio_prealloc_truncated(&w->ahead, size);
+	}
 	end(w);
 	return rc;
 }
@@ -456,6 +471,21 @@ int pio_sync(pio_writer *w) {
 	return rc;
 }
 
+/* Gives back what is allocated ahead. To be called after the last write, before the sync that is to cover it, and before
+ * the file's times are set. */
+void pio_release(pio_writer *w) {
+	begin(w);
+	if (!w->closed) pio_prealloc_release(&w->ahead);
+	end(w);
+}
+
+/* Whoever writes knows that the data go on to this offset of the file. */
+void pio_expect(pio_writer *w, int64_t end) {
+	begin(w);
+	pio_prealloc_expect(&w->ahead, end);
+	end(w);
+}
+
 /*
  * Before the descriptor is closed: starts what is left, and waits for nothing. No call touches the descriptor after this
  * one. Returns the error that the writer failed with, if any.
@@ -469,6 +499,7 @@ int pio_writer_close(pio_writer *w) {
 	if (decided(w) && paces(w))
 		while (rc == 0 && (action = pio_window_start_rest(&w->plan, &r)) != PIO_DONE)
 			rc = carry_out(w, action, r, &w->stats);
+	if (!w->closed) pio_prealloc_release(&w->ahead);
 	w->closed = 1;
 	pio_engine_close(&w->engine);
 	end(w);

@@ -19,6 +19,11 @@ WAIT_BEFORE, START, WAIT_AFTER = 1, 2, 4
 DONTNEED = os.POSIX_FADV_DONTNEED
 
 EXT4 = 0xEF53
+XFS = 0x58465342
+BTRFS = 0x9123683E
+KEEP_SIZE = 1
+DELALLOC = 4  # FIEMAP_EXTENT_DELALLOC
+COMPRESSED = 4  # FS_COMPR_FL
 OVERLAYFS = 0x794C7630
 ZFS = 0x2FC12FC1
 TMPFS = 0x01021994
@@ -66,6 +71,11 @@ class Kernel:
         self.mapped_by_others = False  # pages stay cached
         self.written_through = False  # pages are clean at once
         self.clock = 0  # ahead of the real one, ns
+        self.room = 1 << 40  # bytes available
+        self.allocated: list[tuple[int, int]] = []  # what fallocate was asked for: from, to
+        self.blocks_until = 0  # of the file, beyond its end as well
+        self.extent: tuple[int, int, int] | None = None  # somebody else's, beyond the end: offset, length, flags
+        self.inode = 0  # FS_IOC_GETFLAGS
         self.priority = 0
         self.priorities: dict[str, set[int]] = {}  # with which each call was made
 
@@ -188,6 +198,7 @@ class Kernel:
         self.cached -= gone
         self.dirty -= gone
         self.writeback -= gone
+        self.blocks_until = min(self.blocks_until, -(-size // PAGE) * PAGE)
         return int(self.real["ftruncate"](fd, size))
 
     def get_flags(self, fd: int) -> int:
@@ -201,6 +212,31 @@ class Kernel:
     def file_system(self, _fd: int, magic: Any) -> int:
         magic[0] = self.magic
         return 0
+
+    def available(self, _fd: int) -> int:
+        return self.room
+
+    def fallocate(self, _fd: int, mode: int, off: int, length: int) -> int:
+        assert mode == KEEP_SIZE
+        assert length > 0
+        self.allocated.append((off, off + length))
+        self.blocks_until = off + length
+        return 0
+
+    def next_extent(self, _fd: int, off: int, out: Any) -> int:
+        if self.extent is None or sum(self.extent[:2]) <= off:
+            return 0
+        out.off, out.len, out.flags = self.extent
+        return 1
+
+    def inode_flags(self, _fd: int) -> int:
+        return self.inode
+
+    def mount_id(self, fd: int) -> int:
+        return int(self.real["mount_id"](fd))
+
+    def read(self, fd: int, buf: Any, n: int) -> int:
+        return int(self.real["read"](fd, buf, n))
 
     def ioprio_get(self) -> int:
         return self.priority

@@ -28,6 +28,7 @@ NOT_HERE = [errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ESP
 SUBMITS = ("write", "write_uncached", "sync_file_range", "fdatasync", "fadvise", "ftruncate")
 DATA = os.urandom(3 * MIB + 12345)
 LIMIT = Pacing().limit
+ALONE = Pacing(preallocate="off")  # else ENOSPC and EDQUOT may be tried once more, see test_preallocate.py
 
 names = [errno.errorcode[code] for code in NOT_HERE]
 not_here = pytest.mark.parametrize("code", NOT_HERE, ids=names)
@@ -215,7 +216,7 @@ def write_until_it_fails(f: Any) -> OSError:
 def test_an_error_of_a_write(kernel: Kernel, path: Path, mode: str, sync: bool, code: int, when: int) -> None:
     kernel.faults["write"] = at(when, code=code)
     before = descriptors()
-    f = pacedio.open(path, mode, sync=sync)
+    f = pacedio.open(path, mode, sync=sync, pacing=ALONE)
     e = write_until_it_fails(f)
     assert (e.errno, e.filename) == (code, str(path))
     assert not isinstance(e, WritebackError)
@@ -383,7 +384,7 @@ def test_pwritev2_that_does_not_work_here(kernel: Kernel, path: Path, code: int,
 def test_an_error_of_an_uncached_write(kernel: Kernel, path: Path, code: int) -> None:
     kernel.faults["write_uncached"] = at(2, code=code)
     before = descriptors()
-    f = pacedio.open(path, "wb", pacing=Pacing(engine="uncached"))
+    f = pacedio.open(path, "wb", pacing=ALONE.replace(engine="uncached"))
     assert write_until_it_fails(f).errno == code
     check_failed_for_ever(f, kernel, code, False, before)
 

@@ -40,7 +40,8 @@ INCLUDES = {
     "engine": {"pacedio.h", "sys.h"},
     "resident": {"pacedio.h", "sys.h"},
     "reader": {"pacedio.h", "sys.h"},
-    "writer": {"pacedio.h", "sys.h", "window.h", "control.h", "device.h", "engine.h"},
+    "prealloc": {"pacedio.h", "sys.h"},
+    "writer": {"pacedio.h", "sys.h", "window.h", "control.h", "device.h", "engine.h", "prealloc.h"},
     "copy": {"pacedio.h", "sys.h", "writer.h"},
 }
 

@@ -15,6 +15,7 @@ from pacedio.pacing import (
     ENGINES,
     IO_CLASSES,
     POLITE,
+    PREALLOCATE,
     RECIPE,
     Pacing,
     format_size,
@@ -37,6 +38,7 @@ pacings = st.builds(
     engine=st.sampled_from(ENGINES),
     drop_cache=st.booleans(),
     io_class=st.none() | st.sampled_from(IO_CLASSES),
+    preallocate=st.sampled_from(PREALLOCATE) | sizes,
 )
 
 
@@ -323,6 +325,9 @@ def test_every_window_has_a_limit(pages: int) -> None:
         ({"engine": "fast"}, ["'fast'", *ENGINES]),
         ({"engine": "Range"}, ["'Range'"]),
         ({"io_class": "realtime"}, ["'realtime'", *IO_CLASSES]),
+        ({"preallocate": "on"}, ["'on'", *PREALLOCATE]),
+        ({"preallocate": 0}, ["preallocate", ": 0"]),
+        ({"preallocate": "12 parsecs"}, ["preallocate", "'12 parsecs'"]),
     ],
 )
 def test_a_bad_value_is_named(arguments: dict[str, object], named: list[str]) -> None:
@@ -348,6 +353,10 @@ def test_a_bad_value_is_named(arguments: dict[str, object], named: list[str]) ->
         {"drop_cache": None},
         {"io_class": 3},
         {"io_class": ["idle"]},
+        {"preallocate": None},
+        {"preallocate": True},
+        {"preallocate": 1e9},
+        {"preallocate": ["auto"]},
         {"speed": "fast"},
     ],
 )
@@ -379,8 +388,10 @@ def test_repr_evaluates(pacing: Pacing) -> None:
 
 def test_repr_is_readable() -> None:
     assert repr(Pacing(rate="100MB/s")) == (
-        "Pacing(window='512 KiB', limit='2 MiB', rate='100 MB/s', engine='auto', drop_cache=True, io_class=None)"
+        "Pacing(window='512 KiB', limit='2 MiB', rate='100 MB/s', engine='auto', drop_cache=True, io_class=None, "
+        "preallocate='auto')"
     )
+    assert "preallocate='2 GB'" in repr(Pacing(preallocate="2000MB"))
 
 
 @given(pacings, st.sampled_from(range(pickle.HIGHEST_PROTOCOL + 1)))
@@ -405,6 +416,7 @@ def test_every_argument_counts_for_equality() -> None:
         "engine": "range",
         "drop_cache": False,
         "io_class": "idle",
+        "preallocate": "off",
     }
     variants = {BALANCED} | {BALANCED.replace(**{name: value}) for name, value in all_changed.items()}
     assert len(variants) == 1 + len(all_changed)
@@ -420,6 +432,12 @@ def test_replace() -> None:
     assert BALANCED.replace(window="8M", limit=None).limit == 16 * MIB
     with pytest.raises(TypeError, match="speed"):
         BALANCED.replace(speed="fast")
+
+
+@pytest.mark.parametrize(("given_", "held"), [("auto", "auto"), ("off", "off"), ("1.5GiB", 3 * GIB // 2), (7, 7)])
+def test_preallocate(given_: int | str, held: int | str) -> None:
+    assert Pacing(preallocate=given_).preallocate == held
+    assert BALANCED.preallocate == "auto"
 
 
 @pytest.mark.parametrize("preset", [BALANCED, RECIPE, POLITE])

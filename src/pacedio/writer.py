@@ -60,6 +60,7 @@ _ENGINES = {
     "none": lib.PIO_NONE,
 }
 _ENGINE_NAMES = {number: name for name, number in _ENGINES.items()} | {lib.PIO_UNDECIDED: "undecided"}
+_PREALLOCATE = {"off": 0, "auto": lib.PIO_AHEAD}
 _IO_PRIORITIES = {None: 0, "best-effort": 2 << 13 | 4, "idle": 3 << 13}  # ioprio_set(2): class << 13 | level
 _REASONS = {
     lib.PIO_BEST: None,
@@ -221,6 +222,9 @@ def _options(pacing: Pacing) -> Any:
             "engine": _ENGINES[pacing.engine],
             "drop_cache": pacing.drop_cache,
             "io_priority": _IO_PRIORITIES[pacing.io_class],
+            "preallocate": _PREALLOCATE[pacing.preallocate]
+            if isinstance(pacing.preallocate, str)
+            else pacing.preallocate,
         },
     )
 
@@ -350,6 +354,11 @@ class _PacedFile(io.FileIO):
         while code == _EINTR:
             code = lib.pio_sync(self.paced())
         self.check(code)
+
+    def release(self) -> None:
+        """Give back what is allocated ahead: nothing more will be written."""
+        if self.native_writer is not None:
+            lib.pio_release(self.native_writer)
 
     def close(self) -> None:
         """Start what was not started, and release the descriptor. Raise what made the writer fail."""
@@ -563,6 +572,7 @@ class PacedWriter(_Buffered):
             return
         try:
             self._buffer.flush()
+            self._raw.release()
             if self._sync and (not self._inherited or self._raw.wrote):
                 self.sync()
             if self._entry is not None:
