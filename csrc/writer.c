@@ -387,13 +387,13 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 }
 
 /* Calls come one after the other; within one, others may look after the windows while it sleeps. */
-static void begin(pio_writer *w) {
+static void begin_call(pio_writer *w) {
 	pthread_mutex_lock(&w->call);
 	pthread_mutex_lock(&w->lock);
 	pio_device_enter(&w->member);
 }
 
-static void end(pio_writer *w) {
+static void finish_call(pio_writer *w) {
 	settle(w);
 	pio_device_exit(&w->member);
 	stop_following(w);
@@ -407,18 +407,18 @@ static void end(pio_writer *w) {
  * a negative errno; -EINTR and -EAGAIN (non-blocking descriptors) may be tried again, every other error is final.
  */
 int64_t pio_write(pio_writer *w, const void *buf, size_t n) {
-	begin(w);
+	begin_call(w);
 	int64_t r = refusal(w);
 	if (r == 0) {
 		if (w->follows && !w->member.device && (uint64_t)w->stats.bytes + n > (uint64_t)JOIN_AT) join(w);
 		r = write_some(w, buf, n);
 	}
-	end(w);
+	finish_call(w);
 	return r;
 }
 
 int pio_truncate(pio_writer *w, int64_t size) {
-	begin(w);
+	begin_call(w);
 	int rc = refusal(w);
 	if (rc == 0) pio_prealloc_before(&w->ahead, size);
 	if (rc == 0) rc = SYS.ftruncate(w->fd, size);
@@ -426,7 +426,7 @@ int pio_truncate(pio_writer *w, int64_t size) {
 		pio_window_truncate(&w->plan, size);
 		pio_prealloc_truncated(&w->ahead, size);
 	}
-	end(w);
+	finish_call(w);
 	return rc;
 }
 
@@ -460,30 +460,30 @@ static int sync(pio_writer *w) {
 
 /* Makes all that was written durable: starts and waits for what is left, then fdatasync. */
 int pio_sync(pio_writer *w) {
-	begin(w);
+	begin_call(w);
 	int rc = refusal(w);
 	if (rc == 0) {
 		int64_t from = SYS.now();
 		rc = sync(w);
 		w->stats.sync_ns += SYS.now() - from;
 	}
-	end(w);
+	finish_call(w);
 	return rc;
 }
 
 /* Gives back what is allocated ahead. To be called after the last write, before the sync that is to cover it, and before
  * the file's times are set. */
 void pio_release(pio_writer *w) {
-	begin(w);
+	begin_call(w);
 	if (!w->closed) pio_prealloc_release(&w->ahead);
-	end(w);
+	finish_call(w);
 }
 
 /* Whoever writes knows that the data go on to this offset of the file. */
-void pio_expect(pio_writer *w, int64_t end) {
-	begin(w);
-	pio_prealloc_expect(&w->ahead, end);
-	end(w);
+void pio_expect(pio_writer *w, int64_t size) {
+	begin_call(w);
+	pio_prealloc_expect(&w->ahead, size);
+	finish_call(w);
 }
 
 /*
@@ -494,7 +494,7 @@ int pio_writer_close(pio_writer *w) {
 	pio_range r;
 	int action;
 
-	begin(w);
+	begin_call(w);
 	int rc = refusal(w);
 	if (decided(w) && paces(w))
 		while (rc == 0 && (action = pio_window_start_rest(&w->plan, &r)) != PIO_DONE)
@@ -502,7 +502,7 @@ int pio_writer_close(pio_writer *w) {
 	if (!w->closed) pio_prealloc_release(&w->ahead);
 	w->closed = 1;
 	pio_engine_close(&w->engine);
-	end(w);
+	finish_call(w);
 	return rc;
 }
 
