@@ -293,6 +293,11 @@ HYBRID: Tree = {
     "proc/self/mountinfo": V1_MOUNTS + "41 22 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
     **v2("sys/fs/cgroup/unified/wrong", 1 * MIB, 0),
 }
+OUTSIDE: Tree = {  # a cgroup namespace that the process is not in, but with the host's mount
+    "proc/self/cgroup": "0::/../jobs\n",
+    "proc/self/mountinfo": V2_MOUNTS.replace(" / ", " /.. ", 1),
+    **v2("sys/fs/cgroup/jobs"),
+}
 ESCAPED: Tree = {
     "proc/self/cgroup": "0::/two words/tab\tbackslash\\\n",
     "proc/self/mountinfo": ("29 22 0:26 /two\\040words /my\\040cgroups\\134 rw,nosuid - cgroup2 none rw\n"),
@@ -324,6 +329,7 @@ def plant(root: Path, *trees: Tree) -> str:
         pytest.param(V2_NAMESPACE, "/", id="v2-namespace"),
         pytest.param(V2_CONTAINER, "/docker/abc", id="v2-container"),
         pytest.param(HYBRID, "/jobs/copy", id="hybrid"),
+        pytest.param(OUTSIDE, "/../jobs", id="outside-of-the-namespace"),
         pytest.param(ESCAPED, "/two words/tab\tbackslash\\", id="escaped"),
     ],
 )
@@ -344,6 +350,8 @@ def test_thresholds_of_a_cgroup(tree: Tree, source: str, tmp_path: Path) -> None
         pytest.param([{"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": V2_MOUNTS}], id="v2-without-memory"),
         pytest.param([V2_HOST, {"proc/self/mountinfo": V1_MOUNTS}], id="not-mounted"),
         pytest.param([V2_NAMESPACE, {"proc/self/cgroup": "0::/../elsewhere\n"}, v2("sys/fs/elsewhere")], id="outside"),
+        # The host's mount in the namespace of /jobs, and nothing says that this is its name.
+        pytest.param([OUTSIDE, {"proc/self/cgroup": "0::/\n"}], id="nameless"),
         pytest.param([V1_CONTAINER, {"proc/self/cgroup": "4:memory:/docker/abcd\n"}], id="another-container"),
         pytest.param([V1_HOST, {"sys/fs/cgroup/memory/jobs/copy/memory.limit_in_bytes": None}], id="v1-no-limit"),
         pytest.param([V1_HOST, {"sys/fs/cgroup/memory/jobs/copy/memory.usage_in_bytes": None}], id="v1-no-usage"),
