@@ -19,7 +19,8 @@ CSRC = ROOT / "csrc"
 LAYERS = [
     {"exceptions", "pacing"},
     {"_native", "_buffered"},
-    {"writer", "reader", "observe"},
+    {"observe"},
+    {"writer", "reader"},
     {"files"},
     {"aio", "copying", "archives", "handlers", "filesystem"},
     {"__init__"},
