@@ -7,6 +7,7 @@ import contextlib
 import datetime as dt
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -28,6 +29,23 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 # ---- Running and observing
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A way to write, as flood.py reads it."""
+
+    title: str
+    how: dict[str, Any]
+
+
+WRITERS = {
+    "plain": Writer("plain", {"kind": "plain"}),
+    "recipe": Writer("RECIPE", {"kind": "pacedio", "preset": "RECIPE"}),
+    "fixed": Writer("fixed 2 MiB", {"kind": "pacedio", "arguments": {"window": "512KiB", "limit": "2MiB"}}),
+    "auto": Writer("auto", {"kind": "pacedio", "arguments": {}}),
+    "polite": Writer("POLITE", {"kind": "pacedio", "preset": "POLITE"}),
+}
 
 
 class Group:
@@ -57,23 +75,76 @@ class Group:
         return text, errors
 
 
+class Child:
+    """One of the programs beside this one: says that it is ready, is told to begin or to end, and answers in JSON."""
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        self._script = script
+        command = [sys.executable, os.path.join(HERE, script), *arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._process.stdin
+        assert self._process.stdout
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
+
+    def ready(self) -> None:
+        if self.line() != "ready":
+            raise CannotMeasure(f"{self._script} did not start")
+
+    def tell(self) -> None:
+        self._in.write("\n")
+        self._in.flush()
+
+    def line(self) -> str:
+        """The next that it prints, "" after the last."""
+        return self._out.readline().rstrip("\n")
+
+    def answer(self) -> Any:
+        text = self.line()
+        if not text:
+            raise CannotMeasure(f"{self._script} ended with {self._process.wait()}")
+        return json.loads(text)
+
+    def end(self) -> Any:
+        """End its standard input, and take what it says then."""
+        self._in.close()
+        return self.answer()
+
+    def kill(self) -> None:
+        """Leave nothing of it, whatever it does. Where it sits in a write, that ends first."""
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._in.close()
+        self._out.close()
+        self._process.wait()
+
+
 @contextlib.contextmanager
-def observed(directory: str, result: dict[str, Any]) -> Iterator[None]:
-    """Fill `result` with what another process sees of the first file that appears in `directory` meanwhile."""
-    command = [sys.executable, os.path.join(HERE, "observer.py"), directory]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as observer:
-        assert observer.stdin
-        assert observer.stdout
-        if observer.stdout.readline() != "ready\n":
-            raise CannotMeasure("the observer did not start")
-        try:
-            yield
-        finally:
-            observer.stdin.close()
-            seen = observer.stdout.read()
-        result.update(json.loads(seen))
+def child(script: str, *arguments: str) -> Iterator[Child]:
+    """Start it, and have it gone after."""
+    started = Child(script, *arguments)
+    try:
+        started.ready()
+        yield started
+    finally:
+        started.kill()
+
+
+@contextlib.contextmanager
+def observed(directory: str, result: dict[str, Any], files: int = 1) -> Iterator[None]:
+    """Fill `result` with what another process sees of the first files that appear in `directory` meanwhile."""
+    with child("observer.py", directory, str(files)) as observer:
+        yield
+        result.update(observer.end())
+
+
+def flood(directory: str, how: dict[str, Any], **changes: Any) -> contextlib.AbstractContextManager[Child]:
+    """A process that writes (flood.py) once it is told to: one writer, one file, unless `changes` say more."""
+    job = {"how": how, "directory": directory, "name": "flood", "writers": 1, "seconds": None, "rest": 0, "keep": False}
+    job |= {"sync": True, "procs": None, "slice": None, "file_size": changes["size"]}
+    return child("flood.py", json.dumps(job | changes))
 
 
 def settle(seconds: float) -> None:
@@ -112,6 +183,12 @@ def spread(values: Iterable[float | None], digits: int = 2) -> str:
 
 def median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The least value that so many percent of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def most_mib(values: Iterable[int | None]) -> str:
@@ -298,13 +375,17 @@ def parser(description: str | None, *, default_size: str | None = None) -> argpa
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if default_size:
         p.add_argument("--size", type=size, default=size(default_size), help=f"of the file (default {default_size})")
-        p.add_argument("--repeat", type=int, default=3, help="rounds, each runs every method once (default 3)")
-        p.add_argument("--settle", type=float, default=5.0, help="seconds of rest before each run (default 5)")
-        p.add_argument("--methods", help="only these, by name and separated by commas")
+        add_rounds(p)
     p.add_argument("--directory", default=".", help="on the disk to measure (default: the current one)")
     p.add_argument("--output", metavar="FILE", help="write the report as Markdown, and JSON beside it (.json)")
     p.add_argument("--json", metavar="FILE", help="write every figure of every run as JSON")
     return p
+
+
+def add_rounds(p: argparse.ArgumentParser, *, repeat: int = 3, settle: float = 5.0) -> None:
+    p.add_argument("--repeat", type=int, default=repeat, help=f"rounds, each runs all once (default {repeat})")
+    p.add_argument("--settle", type=float, default=settle, help=f"seconds of rest before each run (default {settle:g})")
+    p.add_argument("--methods", help="only these, by name and separated by commas")
 
 
 def chosen(wanted: str | None, names: Sequence[str]) -> list[str]:

@@ -1,8 +1,9 @@
-"""What another process sees of a file that is being written: `python observer.py DIRECTORY`.
+"""What another process sees of files that are being written: `python observer.py DIRECTORY [COUNT]`.
 
 Prints "ready" once the baseline is taken, then watches until its standard input ends, then prints one JSON object.
-It watches the first file that appears in DIRECTORY, also if that is renamed later. It uses nothing of pacedio, so that
-what it sees does not depend on the code that it judges.
+For each line that comes before, it prints one with what it saw since the line before. It watches the first COUNT files
+(1) that appear in DIRECTORY, also if they are renamed later, and adds up what they have. It uses nothing of pacedio, so
+that what it sees does not depend on the code that it judges.
 
 /proc/meminfo is machine-wide and kept in per-CPU counters, so it may be off by a few hundred KiB a CPU; cachestat
 counts the pages of the file exactly but walks all of them. So each cachestat is followed by 20 times its own duration
@@ -76,27 +77,37 @@ class Cachestat:
         return pages
 
 
-def first_file(directory: str) -> int | None:
-    """A descriptor of a regular file in `directory`, or None while there is none."""
+def new_files(directory: str, known: dict[int, int], count: int) -> None:
+    """Open the regular files in `directory` that are not known yet, by inode, until `count` are."""
     with os.scandir(directory) as entries:
         for entry in entries:
-            # It may be renamed at this moment; then the next look finds it.
+            # It may be renamed or removed at this moment; then the next look finds it, or not.
             with contextlib.suppress(FileNotFoundError):
-                if entry.is_file(follow_symlinks=False):
-                    return os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-    return None
+                if len(known) < count and entry.is_file(follow_symlinks=False) and entry.inode() not in known:
+                    known[entry.inode()] = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def watch(directory: str) -> dict[str, object]:
+def watch(directory: str, count: int) -> None:
     meminfo = Meminfo()
     cachestat = Cachestat()
-    page = os.sysconf("SC_PAGE_SIZE")
     baseline = min(meminfo.in_flight() for _ in range(5))
+    known: dict[int, int] = {}
     print("ready", flush=True)
+    while True:
+        seen, goes_on = watch_once(directory, count, known, meminfo, cachestat, baseline)
+        print(json.dumps(seen), flush=True)
+        if not goes_on:
+            return
+
+
+def watch_once(
+    directory: str, count: int, known: dict[int, int], meminfo: Meminfo, cachestat: Cachestat, baseline: int
+) -> tuple[dict[str, object], bool]:
+    """Watch until something comes on standard input; whether that was a line."""
+    page = os.sysconf("SC_PAGE_SIZE")
     began, cpu_began = time.perf_counter(), time.process_time()
     samples = counted = most_meminfo = most_dirty = most_writeback = most_in_flight = most_cached = 0
     longest_gap = longest_cachestat_gap = 0.0
-    fd: int | None = None
     previous = began
     previous_count: float | None = None
     next_count = 0.0
@@ -106,23 +117,27 @@ def watch(directory: str) -> dict[str, object]:
         previous = now
         samples += 1
         most_meminfo = max(most_meminfo, meminfo.in_flight() - baseline)
-        if fd is None:
-            fd = first_file(directory)
-        if fd is not None and not cachestat.errno and now >= next_count:
-            pages = cachestat(fd)
+        if len(known) < count:
+            new_files(directory, known, count)
+        if known and not cachestat.errno and now >= next_count:
+            pages = [cachestat(fd) for fd in known.values()]
             after = time.perf_counter()
-            if pages is not None:
+            all_known = [each for each in pages if each is not None]
+            if len(all_known) == len(pages):
                 if previous_count is not None:
                     longest_cachestat_gap = max(longest_cachestat_gap, now - previous_count)
                 previous_count = now
                 next_count = after + REST * (after - now)
                 counted += 1
-                most_dirty = max(most_dirty, pages.dirty)
-                most_writeback = max(most_writeback, pages.writeback)
-                most_in_flight = max(most_in_flight, pages.dirty + pages.writeback)
-                most_cached = max(most_cached, pages.cached)
+                dirty = sum(each.dirty for each in all_known)
+                writeback = sum(each.writeback for each in all_known)
+                most_dirty = max(most_dirty, dirty)
+                most_writeback = max(most_writeback, writeback)
+                most_in_flight = max(most_in_flight, dirty + writeback)
+                most_cached = max(most_cached, sum(each.cached for each in all_known))
         if select.select([sys.stdin], [], [], INTERVAL)[0]:
             break
+    goes_on = bool(os.read(sys.stdin.fileno(), 1))
     return {
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu_began,
@@ -137,8 +152,8 @@ def watch(directory: str) -> dict[str, object]:
         "cachestat_most_writeback": most_writeback * page if counted else None,
         "cachestat_most_in_flight": most_in_flight * page if counted else None,
         "cachestat_most_cached": most_cached * page if counted else None,
-    }
+    }, goes_on
 
 
 if __name__ == "__main__":
-    print(json.dumps(watch(sys.argv[1])))
+    watch(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else 1)
