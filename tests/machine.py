@@ -8,6 +8,8 @@ undone in reverse order whatever happens, and, where a run was killed before it 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import os
 import re
@@ -32,6 +34,17 @@ _MAKE = {  # nothing left to be done in the background, which an observer of the
     "btrfs": ["mkfs.btrfs", "-q", "-f", "-K"],
 }
 _NAME = re.compile(r"/pacedio-machine\.(\d+)\.(\d+)(?=/|$)")
+
+
+def _has_cachestat() -> bool:
+    """Asked of the kernel itself, so that a fault of ours does not look like an older kernel."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(451, -1, None, None, 0)
+    return ctypes.get_errno() != errno.ENOSYS
+
+
+HAS_CACHESTAT = _has_cachestat()
+needs_cachestat = pytest.mark.skipif(not HAS_CACHESTAT, reason="cachestat needs Linux 6.5")
 
 
 def _started(pid: int) -> int | None:

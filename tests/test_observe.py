@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machine import MIB, FileSystem, observed
+from machine import HAS_CACHESTAT, MIB, FileSystem, needs_cachestat, observed
 
 from pacedio import observe
 from pacedio.observe import CacheStat, DirtyThresholds, cachestat, dirty_thresholds, limit_cap, meminfo, resident
@@ -35,6 +35,7 @@ def drop(path: Path) -> None:
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@needs_cachestat
 def test_cachestat_counts_pages_as_they_go_from_dirty_to_clean_to_gone(dirty_file: Path) -> None:
     assert cachestat(dirty_file) == CacheStat(PAGES, PAGES, 0, 0, 0)
     with open(dirty_file, "rb") as f:
@@ -44,6 +45,7 @@ def test_cachestat_counts_pages_as_they_go_from_dirty_to_clean_to_gone(dirty_fil
     assert cachestat(os.fsencode(dirty_file)).cached == 0
 
 
+@needs_cachestat
 def test_cachestat_of_a_range(dirty_file: Path) -> None:
     drop(dirty_file)
     with open(dirty_file, "r+b") as f:
@@ -62,6 +64,7 @@ def test_cachestat_agrees_with_the_observer(dirty_file: Path) -> None:
     assert seen["samples"] > 50
 
 
+@needs_cachestat
 def test_overlayfs_has_pages_only_for_resident(overlayfs: FileSystem) -> None:
     path = overlayfs.directory / "file"
     path.write_bytes(bytes(PAGES * PAGE))
@@ -77,6 +80,14 @@ def test_resident_counts_what_is_cached(dirty_file: Path) -> None:
     with open(dirty_file, "rb", buffering=0) as f:
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing read ahead
         os.pread(f.fileno(), 1, 3 * PAGE)
+        assert resident(f.fileno()) == 1
+
+
+@needs_cachestat
+def test_resident_agrees_with_cachestat(dirty_file: Path) -> None:
+    drop(dirty_file)
+    with open(dirty_file, "r+b", buffering=0) as f:
+        os.pwrite(f.fileno(), bytes(PAGE), 3 * PAGE)
         assert resident(f.fileno()) == cachestat(f.fileno()).cached == 1
 
 
@@ -95,7 +106,7 @@ def test_a_missing_file_is_named(look: Callable[[object], object], tmp_path: Pat
     assert os.fspath(e.value.filename) == str(tmp_path / "missing")
 
 
-@pytest.mark.parametrize("look", [cachestat, resident])
+@pytest.mark.parametrize("look", [pytest.param(cachestat, marks=needs_cachestat), resident])
 def test_a_closed_descriptor(look: Callable[[object], object]) -> None:
     with pytest.raises(OSError) as e:  # noqa: PT011
         look(987654)
@@ -106,10 +117,20 @@ def test_a_closed_descriptor(look: Callable[[object], object]) -> None:
 
 def test_no_descriptor_is_left_open(dirty_file: Path) -> None:
     before = os.listdir("/proc/self/fd")
-    cachestat(dirty_file)
+    if HAS_CACHESTAT:
+        cachestat(dirty_file)
     resident(dirty_file)
     with pytest.raises(OSError):  # noqa: PT011
         resident(dirty_file.parent)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.skipif(HAS_CACHESTAT, reason="this kernel has cachestat")
+def test_an_older_kernel_has_no_cachestat(dirty_file: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=str(dirty_file)) as e:
+        cachestat(dirty_file)
+    assert e.value.errno == errno.ENOSYS
     assert os.listdir("/proc/self/fd") == before
 
 
