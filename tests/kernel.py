@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pacedio._native import ffi, lib
@@ -76,6 +77,8 @@ class Kernel:
         self.blocks_until = 0  # of the file, beyond its end as well
         self.extent: tuple[int, int, int] | None = None  # somebody else's, beyond the end: offset, length, flags
         self.inode = 0  # FS_IOC_GETFLAGS
+        self.shared_memory: Path | None = None  # what /dev/shm is; without, each process has a budget of its own
+        self._shared: set[int] = set()  # where its files are mapped
         self.priority = 0
         self.priorities: dict[str, set[int]] = {}  # with which each call was made
 
@@ -170,7 +173,11 @@ class Kernel:
         out[0] = ffi.cast("void *", off + PAGE)
         return 0
 
-    def munmap(self, _address: Any, _length: int) -> int:
+    def munmap(self, address: Any, length: int) -> int:
+        at = int(ffi.cast("intptr_t", address))
+        if at in self._shared:
+            self._shared.remove(at)
+            return int(self.real["munmap"](address, length))
         return 0
 
     def msync(self, address: Any, length: int) -> int:
@@ -207,6 +214,8 @@ class Kernel:
     def status(self, fd: int, out: Any) -> int:
         code = int(self.real["status"](fd, out))
         out.mount = self.mount
+        # A device of its own, and none that sysfs knows: what is found out here is not the real one's.
+        out.dev_major, out.dev_minor = 0, self.mount & 0xFFFFFFFF
         return code
 
     def file_system(self, _fd: int, magic: Any) -> int:
@@ -251,6 +260,30 @@ class Kernel:
     def sleep(self, ns: int) -> int:
         self.clock += ns
         return 0
+
+    def _in_shared_memory(self, name: str, path: Any, *arguments: Any) -> int:
+        if self.shared_memory is None:
+            return -errno.EACCES
+        real = os.fsencode(self.shared_memory) + ffi.string(path).removeprefix(b"/dev/shm")
+        return int(self.real[name](ffi.new("char[]", real), *arguments))
+
+    def make_directory(self, path: Any, mode: int) -> int:
+        return self._in_shared_memory("make_directory", path, mode)
+
+    def path_status(self, path: Any, out: Any) -> int:
+        return self._in_shared_memory("path_status", path, out)
+
+    def open_or_create(self, path: Any, mode: int) -> int:
+        return self._in_shared_memory("open_or_create", path, mode)
+
+    def map_shared(self, fd: int, length: int, out: Any) -> int:
+        code = int(self.real["map_shared"](fd, length, out))
+        if code == 0:
+            self._shared.add(int(ffi.cast("intptr_t", out[0])))
+        return code
+
+    def lock(self, fd: int, byte: int, take: int) -> int:
+        return int(self.real["lock"](fd, byte, take))
 
 
 @contextmanager

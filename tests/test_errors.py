@@ -27,8 +27,16 @@ MIB = 1 << 20
 NOT_HERE = [errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE]
 SUBMITS = ("write", "write_uncached", "sync_file_range", "fdatasync", "fadvise", "ftruncate")
 DATA = os.urandom(3 * MIB + 12345)
-LIMIT = Pacing().limit
-ALONE = Pacing(preallocate="off")  # else ENOSPC and EDQUOT may be tried once more, see test_preallocate.py
+LIMIT = 2 * MIB
+
+
+def paced(**how: Any) -> Pacing:
+    """With a limit of its own: where windows and calls are counted, the device is to have no say."""
+    return Pacing(**{"limit": LIMIT, **how})
+
+
+FIXED = paced()
+ALONE = paced(preallocate="off")  # else ENOSPC and EDQUOT may be tried once more, see test_preallocate.py
 
 names = [errno.errorcode[code] for code in NOT_HERE]
 not_here = pytest.mark.parametrize("code", NOT_HERE, ids=names)
@@ -49,7 +57,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def write(path: Path, pacing: Pacing | None = None, mode: str = "wb", data: bytes = DATA, **how: Any) -> Any:
+def write(path: Path, pacing: Pacing = FIXED, mode: str = "wb", data: bytes = DATA, **how: Any) -> Any:
     """Writes it all in pieces of no particular size and closes; the closed file."""
     with pacedio.open(path, mode, pacing=pacing, **how) as f:
         for off in range(0, len(data), 100_003):
@@ -80,7 +88,7 @@ def raised_by(call: Callable[[], object]) -> OSError:
 
 @pytest.mark.parametrize("engine", ["auto", "uncached", "advise", "datasync", "none"])
 def test_the_simulated_kernel_is_right_when_nothing_fails(kernel: Kernel, path: Path, engine: str) -> None:
-    f = write(path, Pacing(engine=engine))
+    f = write(path, paced(engine=engine))
     expected = "range" if engine == "auto" else engine
     if engine == "none":
         assert kernel.most > LIMIT
@@ -93,14 +101,14 @@ def test_the_simulated_kernel_is_right_when_nothing_fails(kernel: Kernel, path: 
 @pytest.mark.parametrize("shortest", [4097, 100_001, PAGE])
 def test_short_writes_are_continued(kernel: Kernel, path: Path, engine: str, shortest: int) -> None:
     kernel.shortest = shortest
-    f = write(path, Pacing(engine=engine))
+    f = write(path, paced(engine=engine))
     check_written(path, kernel, f, "range" if engine == "auto" else engine)
 
 
 def test_writes_of_a_single_byte_are_continued(kernel: Kernel, path: Path) -> None:
     kernel.shortest = 1
     data = DATA[:20_000]
-    f = write(path, Pacing(window=PAGE, limit=2 * PAGE), data=data)
+    f = write(path, paced(window=PAGE, limit=2 * PAGE), data=data)
     check_written(path, kernel, f, "range", data)
     assert kernel.count("write") == len(data)
 
@@ -116,7 +124,7 @@ def test_eintr_is_retried(kernel: Kernel, path: Path, call: str) -> None:
 
 def test_eintr_at_fadvise_is_retried(kernel: Kernel, path: Path) -> None:
     kernel.faults["fadvise"] = every_other(errno.EINTR)
-    check_written(path, kernel, write(path, Pacing(engine="advise")), "advise")
+    check_written(path, kernel, write(path, paced(engine="advise")), "advise")
 
 
 @pytest.mark.parametrize("code", [errno.EINTR, None], ids=["EINTR", "slept"])
@@ -124,7 +132,7 @@ def test_eintr_at_the_sleep_of_a_rate(kernel: Kernel, path: Path, code: int | No
     if code:
         kernel.faults["sleep"] = every_other(code)
     begin = kernel.now()
-    f = write(path, Pacing(rate=MIB))
+    f = write(path, paced(rate=MIB))
     assert kernel.now() - begin >= (len(DATA) - MIB // 25) * 10**9 // MIB
     check_written(path, kernel, f, "range")
 
@@ -134,7 +142,7 @@ def test_a_signal_handler_may_raise_during_the_sleep(path: Path) -> None:
         raise RuntimeError("from the handler")
 
     before = signal.signal(signal.SIGALRM, raises)
-    f = pacedio.open(path, "wb", pacing=Pacing(rate="100kB/s"))
+    f = pacedio.open(path, "wb", pacing=paced(rate="100kB/s"))
     begin = time.monotonic()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -162,7 +170,7 @@ def test_eagain_is_the_callers(kernel: Kernel, path: Path) -> None:
 
 
 def test_a_sync_covers_all_windows_that_were_started(kernel: Kernel, path: Path) -> None:
-    f = write(path, Pacing(engine="datasync"), data=DATA * 4)
+    f = write(path, paced(engine="datasync"), data=DATA * 4)
     check_written(path, kernel, f, "datasync", DATA * 4)
     assert kernel.count("fdatasync") <= 4 * len(DATA) // (LIMIT - f.stats.limit // 4) + 1
 
@@ -260,7 +268,7 @@ def test_a_late_error(kernel: Kernel, path: Path, mode: str, step: str, code: in
 def test_an_error_of_a_window_that_is_synced_is_met_once(kernel: Kernel, path: Path, code: int) -> None:
     kernel.faults["fdatasync"] = at(2, code=code)
     before = descriptors()
-    f = pacedio.open(path, "wb", pacing=Pacing(engine="datasync"))
+    f = pacedio.open(path, "wb", pacing=paced(engine="datasync"))
     e = write_until_it_fails(f)
     assert isinstance(e, WritebackError)
     assert e.errno == code
@@ -273,7 +281,7 @@ def test_a_sync_that_fails_when_patience_ends_is_met_once(kernel: Kernel, path: 
     kernel.mapped_by_others = True
     kernel.faults["msync"] = always(code)
     before = descriptors()
-    f = pacedio.open(path, "wb", pacing=Pacing(engine="advise"))
+    f = pacedio.open(path, "wb", pacing=paced(engine="advise"))
     assert write_until_it_fails(f).errno == code
     assert kernel.count("msync") == 1
     assert kernel.count("fdatasync") == 0
@@ -285,7 +293,7 @@ def test_a_sync_that_fails_when_patience_ends_is_met_once(kernel: Kernel, path: 
 def test_the_close_after_which_nobody_looks_raises_it(kernel: Kernel, path: Path, step: str, code: int) -> None:
     fail_at(kernel, step, code)
     before = descriptors()
-    f = pacedio.open(path, "wb")
+    f = pacedio.open(path, "wb", pacing=FIXED)
     try:
         f.write(DATA[: 2 * MIB - 1])
     except WritebackError:
@@ -363,7 +371,7 @@ def test_sync_file_range_that_does_not_work_here(kernel: Kernel, path: Path, cod
 @pytest.mark.parametrize("first", [1, 3])
 def test_where_pages_are_to_be_kept_advice_is_no_way(kernel: Kernel, path: Path, code: int, first: int) -> None:
     kernel.faults["sync_file_range"] = since(first, code)
-    f = write(path, Pacing(drop_cache=False))
+    f = write(path, paced(drop_cache=False))
     check_written(path, kernel, f, "datasync")
     assert "cannot keep pages cached" in f.stats.reason
     assert kernel.count("fadvise") == 0
@@ -374,7 +382,7 @@ def test_where_pages_are_to_be_kept_advice_is_no_way(kernel: Kernel, path: Path,
 @pytest.mark.parametrize("first", [1, 3])
 def test_pwritev2_that_does_not_work_here(kernel: Kernel, path: Path, code: int, first: int) -> None:
     kernel.faults["write_uncached"] = since(first, code)
-    f = write(path, Pacing(engine="uncached"))
+    f = write(path, paced(engine="uncached"))
     check_written(path, kernel, f, "range")
     assert os.strerror(code) in f.stats.reason
     assert kernel.count("write_uncached") == first
@@ -384,7 +392,7 @@ def test_pwritev2_that_does_not_work_here(kernel: Kernel, path: Path, code: int,
 def test_an_error_of_an_uncached_write(kernel: Kernel, path: Path, code: int) -> None:
     kernel.faults["write_uncached"] = at(2, code=code)
     before = descriptors()
-    f = pacedio.open(path, "wb", pacing=ALONE.replace(engine="uncached"))
+    f = pacedio.open(path, "wb", pacing=paced(engine="uncached", preallocate="off"))
     assert write_until_it_fails(f).errno == code
     check_failed_for_ever(f, kernel, code, False, before)
 
@@ -392,7 +400,7 @@ def test_an_error_of_an_uncached_write(kernel: Kernel, path: Path, code: int) ->
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN], ids=errno.errorcode.get)
 def test_an_uncached_write_that_may_be_tried_again(kernel: Kernel, path: Path, code: int) -> None:
     kernel.faults["write_uncached"] = at(2, code=code)
-    with pacedio.open(path, "wb", pacing=Pacing(engine="uncached"), buffering=0) as f:
+    with pacedio.open(path, "wb", pacing=paced(engine="uncached"), buffering=0) as f:
         done = 0
         while done < len(DATA):
             try:
@@ -407,7 +415,7 @@ def test_an_uncached_write_that_may_be_tried_again(kernel: Kernel, path: Path, c
 @pytest.mark.parametrize("first", [1, 3])
 def test_advice_that_does_not_work_here(kernel: Kernel, path: Path, code: int, first: int) -> None:
     kernel.faults["fadvise"] = since(first, code)
-    f = write(path, Pacing(engine="advise"))
+    f = write(path, paced(engine="advise"))
     check_written(path, kernel, f, "datasync")
     assert os.strerror(code) in f.stats.reason
 
@@ -416,7 +424,7 @@ def test_advice_that_does_not_work_here(kernel: Kernel, path: Path, code: int, f
 @pytest.mark.parametrize("code", [errno.ENODEV, errno.EACCES, errno.ENOMEM], ids=errno.errorcode.get)
 def test_a_mapping_that_cannot_be_looked_at(kernel: Kernel, path: Path, call: str, code: int) -> None:
     kernel.faults[call] = always(code)
-    f = write(path, Pacing(engine="advise"))
+    f = write(path, paced(engine="advise"))
     check_written(path, kernel, f, "datasync")
     assert os.strerror(code) in f.stats.reason
 
@@ -424,7 +432,7 @@ def test_a_mapping_that_cannot_be_looked_at(kernel: Kernel, path: Path, call: st
 @pytest.mark.parametrize(("mode", "engine"), [("wb", "datasync"), ("w+b", "advise")])
 def test_a_file_that_cannot_be_opened_for_reading(kernel: Kernel, path: Path, mode: str, engine: str) -> None:
     kernel.faults["open"] = always(errno.EACCES)
-    f = write(path, Pacing(engine="advise"), mode)
+    f = write(path, paced(engine="advise"), mode)
     check_written(path, kernel, f, engine)
     if engine == "datasync":
         assert "read the file" in f.stats.reason
@@ -433,7 +441,7 @@ def test_a_file_that_cannot_be_opened_for_reading(kernel: Kernel, path: Path, mo
 
 def test_the_descriptor_of_the_mapping_is_released(kernel: Kernel, path: Path) -> None:
     before = descriptors()
-    f = write(path, Pacing(engine="advise"))
+    f = write(path, paced(engine="advise"))
     assert kernel.count("open") == 1
     assert descriptors() == before
     assert f.stats.engine == "advise"
@@ -442,7 +450,7 @@ def test_the_descriptor_of_the_mapping_is_released(kernel: Kernel, path: Path) -
 def test_pages_that_stay_in_the_cache_are_synced(kernel: Kernel, path: Path) -> None:
     kernel.mapped_by_others = True
     begin, slept = kernel.now(), kernel.clock
-    f = write(path, Pacing(engine="advise"))
+    f = write(path, paced(engine="advise"))
     check_written(path, kernel, f, "advise")
     # The first window is waited for with patience; those after it are synced at once.
     windows = f.stats.windows
@@ -453,13 +461,13 @@ def test_pages_that_stay_in_the_cache_are_synced(kernel: Kernel, path: Path) -> 
 
     kernel.mapped_by_others = False
     kernel.cached.clear()
-    check_written(path, kernel, write(path, Pacing(engine="advise")), "advise")
+    check_written(path, kernel, write(path, paced(engine="advise")), "advise")
     assert kernel.count("msync") == windows
 
 
 def test_patience_comes_back_when_pages_go_again(kernel: Kernel, path: Path) -> None:
     kernel.mapped_by_others = True
-    with pacedio.open(path, "wb", pacing=Pacing(engine="advise", window=PAGE, limit=2 * PAGE)) as f:
+    with pacedio.open(path, "wb", pacing=paced(engine="advise", window=PAGE, limit=2 * PAGE)) as f:
         f.write(DATA[: 10 * PAGE])
         f.flush()
         synced = kernel.count("msync")
@@ -474,7 +482,7 @@ def test_patience_comes_back_when_pages_go_again(kernel: Kernel, path: Path) -> 
 def test_a_mapping_that_cannot_be_synced(kernel: Kernel, path: Path) -> None:
     kernel.mapped_by_others = True
     kernel.faults["msync"] = always(errno.ENOSYS)
-    f = write(path, Pacing(engine="advise"))
+    f = write(path, paced(engine="advise"))
     check_written(path, kernel, f, "datasync")
     assert "Function not implemented" in f.stats.reason
 
@@ -681,7 +689,7 @@ IDLE = 3 << 13
 @pytest.mark.parametrize("engine", ["auto", "advise", "datasync", "uncached"])
 def test_the_io_class_is_set_around_what_submits(kernel: Kernel, path: Path, engine: str) -> None:
     kernel.priority = 5
-    f = write(path, Pacing(io_class="idle", engine=engine))
+    f = write(path, paced(io_class="idle", engine=engine))
     check_written(path, kernel, f, "range" if engine == "auto" else engine)
     assert kernel.priority == 5
     submits = {"advise": "fadvise", "datasync": "fdatasync", "uncached": "write_uncached", "auto": "sync_file_range"}
@@ -695,7 +703,7 @@ def test_the_io_class_is_set_around_what_submits(kernel: Kernel, path: Path, eng
 def test_an_io_class_that_is_refused_is_ignored(kernel: Kernel, path: Path, call: str, code: int) -> None:
     kernel.priority = 5
     kernel.faults[call] = always(code)
-    f = write(path, Pacing(io_class="idle"))
+    f = write(path, paced(io_class="idle"))
     check_written(path, kernel, f, "range")
     assert kernel.priority == 5
     if call == "ioprio_get":
@@ -705,10 +713,98 @@ def test_an_io_class_that_is_refused_is_ignored(kernel: Kernel, path: Path, call
 def test_the_io_class_is_put_back_after_an_error(kernel: Kernel, path: Path) -> None:
     kernel.priority = 5
     kernel.faults["sync_file_range"] = at(3, code=errno.EIO)
-    f = pacedio.open(path, "wb", pacing=Pacing(io_class="idle"))
+    f = pacedio.open(path, "wb", pacing=paced(io_class="idle"))
     write_until_it_fails(f)
     assert kernel.priority == 5
     raised_by(f.close)
+
+
+# ---- a limit that follows the device ----
+
+
+@pytest.mark.parametrize("engine", ["auto", "uncached", "advise", "datasync"])
+def test_an_automatic_limit_on_the_simulated_kernel(kernel: Kernel, path: Path, engine: str) -> None:
+    largest = 0
+    with pacedio.open(path, "wb", buffering=0, pacing=Pacing(engine=engine)) as f:
+        for off in range(0, len(DATA), 64 * 1024):
+            f.write(DATA[off : off + 64 * 1024])
+            largest = max(largest, f.stats.limit)
+            assert kernel.most <= largest
+            assert f.stats.in_flight <= f.stats.most_in_flight <= largest
+    assert path.read_bytes() == DATA
+    assert f.stats.engine == ("range" if engine == "auto" else engine)
+    assert f.stats.in_flight == 0
+    if engine == "datasync":
+        assert (f.stats.limited_by, f.stats.limit) == ("engine", LIMIT)
+    assert not kernel.dirty
+    assert not kernel.writeback
+
+
+def test_a_small_file_joins_no_device(kernel: Kernel, path: Path) -> None:
+    kernel.shared_memory = path.parent
+    f = write(path, Pacing(), data=DATA[: 128 * 1024])
+    assert f.stats.engine == "undecided"
+    assert set(kernel.calls) <= {"get_flags", "lseek", "write", "fdatasync", "now"}
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_budget_that_is_shared(kernel: Kernel, path: Path) -> None:
+    kernel.shared_memory = path.parent
+    before = descriptors()
+    for _ in range(2):
+        f = write(path, Pacing())
+        assert f.stats.share == "host"
+        assert descriptors() == before
+    (directory,) = path.parent.glob("pacedio-*")
+    assert directory.name == f"pacedio-{os.geteuid()}"
+    (file,) = directory.iterdir()
+    assert (directory.stat().st_mode & 0o7777, file.stat().st_mode & 0o7777) == (0o700, 0o600)
+    assert write(path, Pacing(share="process")).stats.share == "process"
+
+
+@pytest.mark.parametrize("call", ["make_directory", "path_status", "open_or_create", "ftruncate", "map_shared", "lock"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
+def test_a_budget_that_cannot_be_shared(kernel: Kernel, path: Path, call: str, code: int) -> None:
+    kernel.shared_memory = path.parent
+    kernel.faults[call] = always(code)
+    before = descriptors()
+    f = write(path, Pacing())
+    assert kernel.count(call) > 0
+    assert f.stats.share == "process"
+    assert f.stats.error is None
+    assert path.read_bytes() == DATA
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("trap", ["writable by others", "a link", "a file"])
+def test_a_directory_that_others_may_have_laid_out(kernel: Kernel, path: Path, trap: str) -> None:
+    kernel.shared_memory = path.parent
+    directory = path.parent / f"pacedio-{os.geteuid()}"
+    if trap == "a file":
+        directory.touch(0o700)
+    elif trap == "a link":
+        (path.parent / "elsewhere").mkdir(0o700)
+        directory.symlink_to("elsewhere")
+    else:
+        directory.mkdir()
+        directory.chmod(0o770)
+    assert write(path, Pacing()).stats.share == "process"
+    assert not directory.is_dir() or not list(directory.iterdir())
+
+
+def test_a_controller_that_is_busy_is_left_alone(kernel: Kernel, path: Path) -> None:
+    """Another process is in the middle of an update: samples are dropped, and nothing waits."""
+    kernel.shared_memory = path.parent
+    control = 0
+
+    def lock(fd: int, byte: int, take: int) -> int:
+        return -errno.EAGAIN if byte == control else int(kernel.real["lock"](fd, byte, take))
+
+    kernel.replace("lock", lock)
+    f = write(path, Pacing())
+    assert f.stats.share == "host"
+    assert (f.stats.base_delay_seconds, f.stats.delivery_rate) == (None, None)
+    assert path.read_bytes() == DATA
 
 
 # ---- for real ----
@@ -719,7 +815,7 @@ import pacedio
 
 data = bytes(range(256)) * 16384
 try:
-    with pacedio.open(sys.argv[1], "wb") as f:
+    with pacedio.open(sys.argv[1], "wb", pacing=pacedio.Pacing(limit="2MiB")) as f:
         f.write(data)
 except OSError as e:
     print(type(e).__name__, errno.errorcode[e.errno], e.filename == sys.argv[1], f.closed,

@@ -22,7 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from machine import Machine
+from machine import FileSystem, Machine
+
+from pacedio.cli.pacedcp import _Settings
+from pacedio.pacing import POLITE
 
 PACEDCP = os.path.join(os.path.dirname(sys.executable), "pacedcp")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "POSIXLY_CORRECT"} | {"LC_ALL": "C.UTF-8"}
@@ -545,7 +548,8 @@ def test_stats(tmp_path: Path) -> None:
     assert (status, stdout) == (0, b"")
     number = r"[\d.]+( [KMGT]i?B| B)"
     line = (
-        rf"{number} in \d+\.\d+ s, {number}/s, at most (?P<most>{number}) in flight, stalled \d+\.\d+ s, "
+        rf"{number} in \d+\.\d+ s, {number}/s, at most (?P<most>{number}) in flight \(limit 1 MiB\), "
+        r"stalled \d+\.\d+ s, "
         r"final sync \d+\.\d+ s, engine (?P<engine>\w+)( \((?P<reason>.+)\))?"
     )
     first, second = stderr.decode().splitlines()
@@ -554,6 +558,32 @@ def test_stats(tmp_path: Path) -> None:
     assert found["engine"] in ("datasync", "none")
     assert found["reason"]
     assert re.fullmatch(rf"'d/two'\$'\\n''lines': {line}", second)
+
+
+@pytest.mark.parametrize("options", [[], ["--limit=auto", "--window=auto"], ["--limit=auto", "--window=64KiB"]])
+@pytest.mark.parametrize("polite", [True, False])
+def test_a_limit_that_follows_the_device(tmp_path: Path, ext4: FileSystem, options: list[str], polite: bool) -> None:
+    """The small file has no part in that."""
+    content = os.urandom(24 * MIB)
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "b").write_bytes(b"x")
+    if polite:
+        options = [*options, "--polite"]
+    status, stdout, stderr = pacedcp("--stats", *options, "a", "b", str(ext4.directory), cwd=tmp_path)
+    assert (status, stdout) == (0, b"")
+    assert (ext4.directory / "a").read_bytes() == content
+    size, time = r"[\d.]+ [KMG]?i?B", r"[\d.]+ m?s"
+    big, small = stderr.decode().splitlines()
+    assert re.search(
+        rf"at most {size} in flight( \(limit now {size} by (device|cgroup)(: {size}/s, {time})?\))?, stalled", big
+    )
+    assert re.search(r"at most [\d.]+ KiB in flight, stalled", small)
+
+
+def test_polite_is_the_idle_class_and_gives_way() -> None:
+    settings = _Settings()
+    assert settings.read(["--polite", "a", "b"]) is None
+    assert settings.pacing() == POLITE
 
 
 @pytest.mark.parametrize("engine", ["auto", "uncached", "range", "advise", "datasync", "none"])

@@ -17,6 +17,7 @@ from pacedio.pacing import (
     POLITE,
     PREALLOCATE,
     RECIPE,
+    SHARES,
     Pacing,
     format_size,
     parse_rate,
@@ -30,15 +31,19 @@ GIB = 1024**3
 MOST = 2**63 - 1
 
 sizes = st.integers(1, MOST) | st.builds(lambda n, k: n * 1024**k, st.integers(1, 8000), st.integers(0, 5))
+windows_and_limits = st.tuples(st.integers(1, 4096), st.integers(1, 256)).map(
+    lambda of: (of[0] * PAGE, of[0] * of[1] * PAGE)
+) | st.tuples(st.just("auto") | st.integers(1, 4096).map(lambda pages: pages * PAGE), st.just("auto"))
 pacings = st.builds(
-    lambda pages, windows, **rest: Pacing(window=pages * PAGE, limit=windows * pages * PAGE, **rest),
-    st.integers(1, 4096),
-    st.integers(1, 256),
+    lambda both, **rest: Pacing(window=both[0], limit=both[1], **rest),
+    windows_and_limits,
     rate=st.none() | sizes,
     engine=st.sampled_from(ENGINES),
     drop_cache=st.booleans(),
     io_class=st.none() | st.sampled_from(IO_CLASSES),
     preallocate=st.sampled_from(PREALLOCATE) | sizes,
+    polite=st.booleans(),
+    share=st.sampled_from(SHARES),
 )
 
 
@@ -262,19 +267,28 @@ def test_a_rounded_size_is_short_and_near(size: int) -> None:
 
 def test_presets() -> None:
     assert Pacing() == BALANCED
-    assert (BALANCED.window, BALANCED.limit) == (512 * KIB, 2 * MIB)
+    assert (BALANCED.window, BALANCED.limit) == ("auto", "auto")
     assert (BALANCED.rate, BALANCED.engine, BALANCED.drop_cache, BALANCED.io_class) == (None, "auto", True, None)
+    assert (BALANCED.polite, BALANCED.share) == (False, "host")
     assert (RECIPE.window, RECIPE.limit, RECIPE.drop_cache) == (8 * MIB, 16 * MIB, False)
-    assert BALANCED.replace(io_class="idle") == POLITE
+    assert (RECIPE.polite, RECIPE.share) == (False, "host")
+    assert BALANCED.replace(polite=True, io_class="idle") == POLITE
 
 
 @pytest.mark.parametrize(
     ("given_", "window", "limit"),
     [
-        ({"window": "1MiB"}, MIB, 2 * MIB),
-        ({"window": "8MiB"}, 8 * MIB, 16 * MIB),
-        ({"window": 64 * KIB}, 64 * KIB, 2 * MIB),
-        ({"window": PAGE}, PAGE, min(2 * MIB, 256 * PAGE)),
+        ({}, "auto", "auto"),
+        ({"window": "auto"}, "auto", "auto"),
+        ({"limit": "auto"}, "auto", "auto"),
+        ({"window": None, "limit": None}, "auto", "auto"),
+        ({"window": "auto", "limit": "auto"}, "auto", "auto"),
+        ({"window": "8MiB"}, 8 * MIB, "auto"),
+        ({"window": PAGE, "limit": "auto"}, PAGE, "auto"),
+        ({"window": 64 * KIB, "limit": None}, 64 * KIB, "auto"),
+        ({"window": "auto", "limit": "2M"}, 512 * KIB, 2 * MIB),
+        ({"window": "auto", "limit": "1GiB"}, 4 * MIB, GIB),
+        ({"window": None, "limit": PAGE}, PAGE, PAGE),
         ({"limit": "2M"}, 512 * KIB, 2 * MIB),
         ({"limit": "64M"}, 512 * KIB, 64 * MIB),
         ({"limit": "1M"}, 256 * KIB, MIB),
@@ -285,7 +299,7 @@ def test_presets() -> None:
         ({"window": "1M", "limit": "256M"}, MIB, 256 * MIB),
     ],
 )
-def test_window_and_limit_go_together(given_: dict[str, int | str], window: int, limit: int) -> None:
+def test_window_and_limit_go_together(given_: dict[str, int | str | None], window: int | str, limit: int | str) -> None:
     pacing = Pacing(**given_)  # type: ignore[arg-type]
     assert (pacing.window, pacing.limit) == (window, limit)
 
@@ -294,15 +308,9 @@ def test_window_and_limit_go_together(given_: dict[str, int | str], window: int,
 def test_every_limit_has_a_window(limit: int) -> None:
     pacing = Pacing(limit=limit)
     assert pacing.limit == limit
+    assert isinstance(pacing.window, int)
     assert pacing.window % PAGE == 0
     assert pacing.window <= limit <= 256 * pacing.window
-
-
-@given(st.integers(1, MOST // PAGE))
-def test_every_window_has_a_limit(pages: int) -> None:
-    pacing = Pacing(window=pages * PAGE)
-    assert pacing.window == pages * PAGE
-    assert pacing.window <= pacing.limit <= 256 * pacing.window
 
 
 @pytest.mark.parametrize(
@@ -314,6 +322,10 @@ def test_every_window_has_a_limit(pages: int) -> None:
         ({"window": f"{PAGE + 1}B"}, [f"'{PAGE + 1}B'", f"page size, {PAGE} "]),
         ({"window": "100KB"}, ["'100KB'"]),
         ({"limit": PAGE - 1}, [str(PAGE - 1), f"one page, {PAGE} "]),
+        ({"limit": PAGE - 1, "window": "auto"}, [str(PAGE - 1), f"one page, {PAGE} "]),
+        ({"limit": "Auto"}, ["'Auto'"]),
+        ({"window": "automatic"}, ["'automatic'"]),
+        ({"window": PAGE + 1, "limit": "auto"}, [str(PAGE + 1), f"page size, {PAGE} "]),
         ({"window": PAGE, "limit": 256 * PAGE + 1}, [str(256 * PAGE + 1), str(PAGE), "raise window"]),
         ({"window": "-1"}, ["'-1'"]),
         ({"limit": "12 parsecs"}, ["'12 parsecs'"]),
@@ -328,6 +340,7 @@ def test_every_window_has_a_limit(pages: int) -> None:
         ({"preallocate": "on"}, ["'on'", *PREALLOCATE]),
         ({"preallocate": 0}, ["preallocate", ": 0"]),
         ({"preallocate": "12 parsecs"}, ["preallocate", "'12 parsecs'"]),
+        ({"share": "user"}, ["share", "'user'", *SHARES]),
     ],
 )
 def test_a_bad_value_is_named(arguments: dict[str, object], named: list[str]) -> None:
@@ -357,6 +370,12 @@ def test_a_bad_value_is_named(arguments: dict[str, object], named: list[str]) ->
         {"preallocate": True},
         {"preallocate": 1e9},
         {"preallocate": ["auto"]},
+        {"polite": 1},
+        {"polite": None},
+        {"polite": "yes"},
+        {"share": None},
+        {"share": True},
+        {"share": ["host"]},
         {"speed": "fast"},
     ],
 )
@@ -388,9 +407,10 @@ def test_repr_evaluates(pacing: Pacing) -> None:
 
 def test_repr_is_readable() -> None:
     assert repr(Pacing(rate="100MB/s")) == (
-        "Pacing(window='512 KiB', limit='2 MiB', rate='100 MB/s', engine='auto', drop_cache=True, io_class=None, "
-        "preallocate='auto')"
+        "Pacing(window='auto', limit='auto', rate='100 MB/s', engine='auto', drop_cache=True, io_class=None, "
+        "polite=False, share='host', preallocate='auto')"
     )
+    assert "window='512 KiB', limit='2 MiB'," in repr(Pacing(limit="2M"))
     assert "preallocate='2 GB'" in repr(Pacing(preallocate="2000MB"))
 
 
@@ -408,6 +428,9 @@ def test_equal_means_the_same_arguments(one: Pacing, other: Pacing) -> None:
     assert one != repr(one)
 
 
+FIXED = Pacing(window="512K", limit="2M")
+
+
 def test_every_argument_counts_for_equality() -> None:
     all_changed = {
         "window": "1M",
@@ -417,9 +440,11 @@ def test_every_argument_counts_for_equality() -> None:
         "drop_cache": False,
         "io_class": "idle",
         "preallocate": "off",
+        "polite": True,
+        "share": "process",
     }
-    variants = {BALANCED} | {BALANCED.replace(**{name: value}) for name, value in all_changed.items()}
-    assert len(variants) == 1 + len(all_changed)
+    variants = {BALANCED, FIXED} | {FIXED.replace(**{name: value}) for name, value in all_changed.items()}
+    assert len(variants) == 2 + len(all_changed)
 
 
 def test_replace() -> None:
@@ -428,8 +453,10 @@ def test_replace() -> None:
     assert changed == Pacing(window="8M", limit="16M", rate="50MB/s", engine="datasync", drop_cache=False)
     assert RECIPE.rate is None
     with pytest.raises(ValueError, match="'8M' > 2097152"):
-        BALANCED.replace(window="8M")
-    assert BALANCED.replace(window="8M", limit=None).limit == 16 * MIB
+        FIXED.replace(window="8M")
+    assert FIXED.replace(window="8M", limit=None) == BALANCED.replace(window="8M") == Pacing(window="8M")
+    assert FIXED.replace(limit="auto") == Pacing(window="512K")
+    assert BALANCED.replace(limit="2M") == FIXED  # "auto" is the window that goes with it
     with pytest.raises(TypeError, match="speed"):
         BALANCED.replace(speed="fast")
 

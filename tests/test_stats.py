@@ -23,11 +23,12 @@ from pacedio import Pacing, WriteStats
 
 KIB = 1024
 MIB = 1024 * KIB
-DEFAULT = Pacing()
+FIXED = Pacing(limit="2MiB")
 SMALL = Pacing(window="4KiB", limit="8KiB")
 FIELDS = (
     *("bytes", "engine", "error", "in_flight", "limit", "longest_stall_seconds", "most_in_flight", "reason"),
     *("stall_seconds", "stalls", "sync_seconds", "verified_dirty_pages", "windows"),
+    *("base_delay_seconds", "delivery_rate", "limited_by", "share"),
 )
 
 
@@ -92,7 +93,7 @@ def test_a_small_file_decides_nothing(tmp_path: Path, sync: bool, atomic: bool) 
     with pacedio.open(tmp_path / "file", "wb", sync=sync, atomic=atomic) as f:
         before = f.stats
         assert (before.bytes, before.windows, before.in_flight, before.most_in_flight) == (0, 0, 0, 0)
-        assert (before.limit, before.engine) == (DEFAULT.limit, "undecided")
+        assert before.engine == "undecided"
         f.write(b"x" * 5000)
         assert f.stats.bytes == 0  # in the user-space buffer
         f.flush()
@@ -101,12 +102,13 @@ def test_a_small_file_decides_nothing(tmp_path: Path, sync: bool, atomic: bool) 
     after = f.stats
     assert (after.bytes, after.windows, after.engine, after.reason) == (5000, 0, "undecided", "no window was filled")
     assert (after.verified_dirty_pages, after.error) == (None, None)
+    assert (after.limited_by, after.base_delay_seconds, after.delivery_rate) == (None, None, None)
     assert (after.sync_seconds > 0) == sync
     if sync:
         assert after.in_flight == 0
 
 
-@pytest.mark.parametrize("pacing", [DEFAULT, SMALL, Pacing(window="64KiB", limit="1MiB")], ids=repr)
+@pytest.mark.parametrize("pacing", [FIXED, SMALL, Pacing(window="64KiB", limit="1MiB")], ids=repr)
 def test_during_and_after(on_disk: Path, pacing: Pacing) -> None:
     data = os.urandom(MIB)
     rounds = 4 if pacing is SMALL else 24
@@ -127,6 +129,8 @@ def test_during_and_after(on_disk: Path, pacing: Pacing) -> None:
     assert last.bytes == synced.bytes == rounds * MIB
     assert last.windows == rounds * MIB // pacing.window
     assert last.most_in_flight == pacing.limit
+    assert (last.limited_by, last.base_delay_seconds, last.delivery_rate) == ("configuration", None, None)
+    assert last.share == "process"
     assert last.engine in ("range", "uncached")
     assert last.in_flight == 0
     assert 0 < synced.sync_seconds <= last.sync_seconds < 60
@@ -135,8 +139,38 @@ def test_during_and_after(on_disk: Path, pacing: Pacing) -> None:
     assert last.error is None
 
 
+@pytest.mark.parametrize(
+    "pacing",
+    [Pacing(), Pacing(window="64KiB"), Pacing(polite=True), Pacing(polite=True, limit="2MiB"), Pacing(share="process")],
+    ids=repr,
+)
+def test_a_limit_that_follows_the_device(on_disk: Path, pacing: Pacing) -> None:
+    samples = []
+    data = os.urandom(64 * KIB)
+    with pacedio.open(on_disk / "file", "wb", 0, pacing=pacing) as f:
+        for _ in range(512):
+            f.write(data)
+            samples.append(f.stats)
+        f.sync()
+        assert f.stats.in_flight == 0
+    last = f.stats
+    largest = 0
+    for sample in samples:
+        largest = max(largest, sample.limit)
+        assert 0 <= sample.in_flight <= sample.most_in_flight <= largest
+        assert sample.limit <= (64 * MIB if pacing.limit == "auto" else pacing.limit)
+    assert last.bytes == 32 * MIB
+    assert 64 * KIB <= last.bytes // last.windows <= 512 * KIB
+    assert last.share == (pacing.share if os.access("/dev/shm", os.W_OK) else "process")
+    assert last.engine in ("range", "uncached")
+    assert last.limited_by in (None, "device", "cgroup", *(["configuration"] if pacing.limit != "auto" else []))
+    if last.stalls:  # only a wait that blocked tells how long a window takes
+        assert last.base_delay_seconds is not None
+    assert (on_disk / "file").read_bytes() == data * 512
+
+
 def test_close_without_sync_starts_what_is_left(on_disk: Path) -> None:
-    with pacedio.open(on_disk / "file", "wb", sync=False) as f:
+    with pacedio.open(on_disk / "file", "wb", sync=False, pacing=FIXED) as f:
         f.write(os.urandom(5 * MIB + 1000))
         assert f.stats.windows == 10
     after = f.stats
@@ -211,14 +245,22 @@ def test_one_line(on_disk: Path) -> None:
     assert re.fullmatch(
         r"1\.5 KiB written, sync [\d.]+ m?s, engine undecided \(no window was filled\)", str(f.stats)
     ), str(f.stats)
-    with pacedio.open(on_disk / "big", "wb") as f:
-        f.write(bytes(8 * MIB))
-    assert re.fullmatch(
-        r"8 MiB written, at most 2 MiB in flight, "
-        r"(no stall|(1 stall|\d+ stalls) of [\d.]+ m?s, longest [\d.]+ m?s), "
-        r"sync [\d.]+ m?s, engine (range|uncached)( \(.+\))?",
-        str(f.stats),
-    ), str(f.stats)
+    size, seconds = r"[\d.]+ [KMG]?i?B", r"[\d.]+ m?s"
+    for pacing, in_flight in [
+        (FIXED, r"at most 2 MiB in flight \(limit 2 MiB\)"),
+        (
+            Pacing(),
+            rf"at most {size} in flight( \(limit now {size} by (device|cgroup)(: {size}/s, {seconds})?\))?",
+        ),
+        (Pacing(engine="datasync"), r"at most 2 MiB in flight \(limit 2 MiB by engine\)"),
+    ]:
+        with pacedio.open(on_disk / "big", "wb", pacing=pacing) as f:
+            f.write(bytes(8 * MIB))
+        assert re.fullmatch(
+            rf"8 MiB written, {in_flight}, (no stall|(1 stall|\d+ stalls) of {seconds}, longest {seconds}), "
+            rf"sync {seconds}, engine (range|uncached|datasync)( \(.+\))?",
+            str(f.stats),
+        ), str(f.stats)
 
 
 def test_without_a_sync_the_line_says_so(on_disk: Path) -> None:

@@ -180,21 +180,21 @@ class Pacing:
     """How a file is paced. Frozen, hashable, compares by value; the attributes are the numbers that hold.
 
     window
-        Bytes that are started, waited for and dropped as a unit, a multiple of the page size. Default: "auto", 64 to 512
-        KiB as the device needs it; if only `limit` is given in bytes, at most a quarter and at least a 256th of it.
+        Bytes that are started, waited for and dropped as a unit, a multiple of the page size. Default: "auto", 64 to
+        512 KiB as the device needs it; if only `limit` is given in bytes, at most a quarter and at least a 256th of it.
     limit
         The most bytes in flight. "auto", the default: as few as keep the device busy, found out while writing, in one
-        budget with all other writers to the same device whose limit is "auto". In bytes: of this file alone, at least one
-        window, at most 256. A neighbour's fsync waits for the bytes in flight, so less is kinder; too little leaves the
-        device idle between windows.
+        budget with all other writers to the same device whose limit is "auto". In bytes: of this file alone, at least
+        one window, at most 256. A neighbour's fsync waits for the bytes in flight, so less is kinder; too little leaves
+        the device idle between windows.
     polite
-        Whether to give way to neighbours: takes at most 60 % of what the device delivers, less when its windows take longer
-        than they do on an idle device or others are stalled (/proc/pressure/io), down to a sixteenth, and recovers within
-        two seconds.
+        Whether to give way to neighbours: takes at most 60 % of what the device delivers, less when its windows take
+        longer than they do on an idle device or others are stalled (/proc/pressure/io), down to a sixteenth, and
+        recovers within two seconds.
     share
-        Whom the budget of an automatic limit is shared with: "host", all processes of this user on this host (or in this
-        container), through files in /dev/shm; "process", only this process. Without a /dev/shm of its own to write in, a
-        process is alone anyway, and `stats` says so.
+        Whom the budget of an automatic limit is shared with: "host", all processes of this user on this host (or in
+        this container), through files in /dev/shm; "process", only this process. Without a /dev/shm of its own to write
+        in, a process is alone anyway, and `stats` says so.
     rate
         The most bytes a second that are accepted from the caller, or None for no cap.
     engine
@@ -334,8 +334,8 @@ def _restore(arguments: dict[str, object]) -> Pacing:
 
 
 BALANCED = Pacing()
-"""The default: as few bytes in flight as keep the device busy, pages dropped behind; full speed, and a neighbour's fsync
-stays near its quiet latency."""
+"""The default: as few bytes in flight as keep the device busy, pages dropped behind; full speed, and a neighbour's
+fsync stays near its quiet latency."""
 
 RECIPE = Pacing(window="8MiB", limit="16MiB", drop_cache=False)
 """8 MiB windows, one behind, pages kept: the widespread recipe (Borg, Redis), here for comparison."""

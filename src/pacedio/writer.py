@@ -99,14 +99,15 @@ class WriteStats:
     reason
         Why the engine is not the best one, or None.
     limit, in_flight, most_in_flight
-        Bytes, counted in whole pages. An automatic limit is the one that holds now for all writers of the device together.
+        Bytes, counted in whole pages. An automatic limit is the one that holds now for all writers of the device
+        together.
     limited_by
         Why the limit is what it is: "device" (more would only wait in its queue), "cgroup" (a quarter of the background
-        threshold that applies to this process's memory cgroup, or to the machine), "configuration" (the caller named it),
-        "engine" (it does not tell when windows complete, so the limit is fixed), or None: not found out yet.
+        threshold that applies to this process's memory cgroup, or to the machine), "configuration" (the caller named
+        it), "engine" (it does not tell when windows complete, so the limit is fixed), or None: not found out yet.
     base_delay_seconds, delivery_rate
-        Of the device, as an automatic limit has it: the least time of late from the start of a window to its completion, and
-        the most bytes a second of late; None where not known.
+        Of the device, as an automatic limit has it: the least time of late from the start of a window to its
+        completion, and the most bytes a second of late; None where not known.
     share
         Whom an automatic limit is shared with: all processes of this user on the "host", or only this "process".
     stalls, stall_seconds, longest_stall_seconds
@@ -190,7 +191,7 @@ class WriteStats:
     def __str__(self) -> str:
         parts = [f"{format_size(self.bytes)} written"]
         if self.windows:
-            parts.append(f"at most {format_size(self.most_in_flight)} in flight")
+            parts.append(format_in_flight(self))
             if self.stalls:
                 parts.append(
                     f"{self.stalls} stall{'s' if self.stalls > 1 else ''} of {format_seconds(self.stall_seconds)}"
@@ -203,6 +204,21 @@ class WriteStats:
         if self.error is not None:
             parts.append(f"FAILED: {self.error}")
         return ", ".join(parts)
+
+
+def format_in_flight(stats: WriteStats) -> str:
+    """The most that was in flight, with the limit and where that comes from, as people read it."""
+    text = f"at most {format_size(stats.most_in_flight)} in flight"
+    if stats.limited_by is None:
+        return text
+    limit = f"limit {format_size(stats.limit)}"
+    if stats.limited_by in ("device", "cgroup"):
+        limit = f"limit now {format_size(stats.limit)} by {stats.limited_by}"
+        if stats.delivery_rate and stats.base_delay_seconds:
+            limit += f": {format_size(stats.delivery_rate)}/s, {format_seconds(stats.base_delay_seconds)}"
+    elif stats.limited_by == "engine":
+        limit += " by engine"
+    return f"{text} ({limit})"
 
 
 def _restore_stats(values: dict[str, object]) -> WriteStats:

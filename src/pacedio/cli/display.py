@@ -196,6 +196,7 @@ class _Bar:
 def stats_line(name: str, size: int, seconds: float, stats: WriteStats) -> str:
     """What a user of --stats wants to know of the copy `name`, in one line."""
     from pacedio.pacing import format_size
+    from pacedio.writer import format_in_flight
 
     parts = [f"{format_size(size)} in {seconds:.3f} s"]
     if stats.bytes != size:
@@ -205,7 +206,7 @@ def stats_line(name: str, size: int, seconds: float, stats: WriteStats) -> str:
     if stats.engine == "none":
         parts.append("not paced")
     else:
-        parts.append(f"at most {format_size(stats.most_in_flight)} in flight")
+        parts.append(format_in_flight(stats))
         parts.append(f"stalled {stats.stall_seconds:.3f} s")
     parts.append(f"final sync {stats.sync_seconds:.3f} s" if stats.sync_seconds else "not synced")
     engine = f"engine {stats.engine}"

@@ -27,6 +27,7 @@ from pacedio.cli.signals import Signals
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from pacedio.pacing import Pacing
     from pacedio.writer import PacedWriter
@@ -52,9 +53,11 @@ As in cp:
       --version                output version information and exit
 
 Pacing (spelled in full; SIZE and RATE are written like 512KiB, 8M, 100MB/s):
-      --limit=SIZE             have at most SIZE in flight (default 2MiB)
+      --limit=SIZE             have at most SIZE in flight (default auto: as few
+                                 as keep the device busy)
       --window=SIZE            start, wait for and drop SIZE at once (default
-                                 512KiB)
+                                 auto)
+      --polite                 give way to others who use the device
       --rate=RATE              copy at most RATE a second
       --engine=NAME            auto (default), uncached, range, advise, datasync
                                  or none
@@ -102,6 +105,7 @@ _OPTIONS = (
     Option("", "version"),
     Option("", "limit", REQUIRED_ARGUMENT, ours=True),
     Option("", "window", REQUIRED_ARGUMENT, ours=True),
+    Option("", "polite", ours=True),
     Option("", "rate", REQUIRED_ARGUMENT, ours=True),
     Option("", "engine", REQUIRED_ARGUMENT, ours=True),
     Option("", "keep-cache", ours=True),
@@ -164,7 +168,7 @@ class _Settings:
         self.stats = False
         self.progress = False
         self.operands: list[str] = []
-        self._pacing: dict[str, str] = {}
+        self._pacing: dict[str, Any] = {}
         self._drop_cache = True
 
     def read(self, arguments: Sequence[str]) -> str | None:
@@ -208,6 +212,8 @@ class _Settings:
             self.sync = False
         elif name == "keep-cache":
             self._drop_cache = False
+        elif name == "polite":
+            self._pacing.update(polite=True, io_class="idle")
         elif name == "stats":
             self.stats = True
         elif name == "progress":
