@@ -50,7 +50,7 @@ def paced(path: str, size: int, chunk: bytes, preset: str, changes: dict[str, An
         synced = time.perf_counter()
     result = _result(busy, cpu, began, wrote, synced)
     stats = f.stats
-    result["allowed_in_flight"] = how.limit + how.window
+    result["allowed_in_flight"] = how.limit + how.window if isinstance(how.limit, int) else None
     result["stats_line"] = str(stats)
     result["stats"] = {
         name: getattr(stats, name)

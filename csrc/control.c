@@ -21,26 +21,29 @@
  * was. Rate is measured over rounds, of at least two limits' worth of bytes and some milliseconds, from one such moment to
  * another: single windows jitter too much. A round during which the producer left room unused says nothing of the device.
  *
- *     delay  of a window = completion - start, the transfer of the window itself included
- *     base   = least delay of a full window, of the last 5 to 10 seconds
- *     rate   = largest of the rounds of the last second or so
- *     slack  = time for a waiter to get the processor + time from there to the next start + twice the deviation of delays
- *     limit  = rate x (base + slack) + window
+ *     delay = from a window's start to its completion
+ *     base  = mean delay of a few small windows with nothing else under writeback, the least of late
+ *     rate  = largest of the rounds of the last second or so
+ *     slack = time for a waiter to get the processor + time from there to the next start + mean deviation of delays
+ *     limit = rate x (base + slack) + window
  *
- * rate x base keeps the pipe full, for its delay and for the window that is in it; slack, while a completion is noticed and
- * the next window is filled and started, and through the device's whims. The window that is being filled counts as in flight,
- * too. Where the pipe is not full, rate = limit / delay, so that the formula is then above the limit, which therefore
+ * rate x base + window keeps the pipe full, for its delay and for the window that passes through it; slack, while a completion is noticed and
+ * the next window is filled and started, and through the device's whims. Where the pipe is not full, rate = limit / delay, so that the formula is then above the limit, which therefore
  * grows until it is: that is the probe upwards, and needs no case of its own. If the device becomes slower the maximum
  * expires; if it becomes faster the limit grows again.
  *
  * Start. The limit begins with FIRST_LIMIT and doubles each round for as long as the formula is not below it. A device of
  * 20 MB/s thus never has more than that first limit queued, a fast one is known within a few tens of MiB.
  *
- * Drain. In a standing queue of our own making no window's delay is the base. If five seconds went by without a delay near
- * the base, or the base would expire, a few windows are sent one by one: that is the probe downwards.
+ * Drain. In a standing queue of our own making no window's delay is the base. So every ten seconds, and to begin with, a few
+ * small windows are sent one by one: that is the probe downwards. Small ones, because the time that a large one takes to be
+ * transferred is not known from the rate: a device with a burst allowance lets one through much faster than many. After each
+ * drain come rounds with the full limit, until one changes nothing: that is where polite writers, who leave room unused, learn
+ * the rate from.
  *
- * Window. Large windows cost less per byte, but in a pipe of little content they are most of what is in flight: half of
- * the product, and no less than a device of this rate takes in 200 microseconds.
+ * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few large
+ * ones ahead are less of a queue than many small ones. But in a pipe of little content they are most of what is in flight. So:
+ * what the pipe holds without them, and no less than a device of this rate takes in 170 microseconds.
  *
  * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
  * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
@@ -60,27 +63,32 @@
 #define SECOND ((int64_t)1000000000)
 
 #define FIRST_LIMIT (1024 * KIB)
-#define FIRST_WINDOW (256 * KIB)
+#define FIRST_WINDOW (512 * KIB)
 #define LEAST_WINDOW (64 * KIB)
-#define MOST_WINDOW (512 * KIB)
+#define MOST_WINDOW (1024 * KIB)
 #define MOST_LIMIT (PIO_WINDOWS / 2 * MOST_WINDOW)
 
-#define WAKE (MS / 10) /* until a waiter has the processor */
-#define MOST_SLACK (MS) /* or the base, if that is more */
-#define WINDOW_TIME (MS * 12 / 100)
-#define ROUND (5 * MS)
+#define WAKE (MS / 4) /* until a waiter has the processor, now and then */
+#define MOST_SLACK MS /* or half the base, if that is more */
+#define WINDOW_TIME (MS * 17 / 100)
+#define ROUND (50 * MS)
+#define PROBE_ROUND (20 * MS)
+#define PROBE_PATIENCE (SECOND / 2)
 #define RATE_AGE (SECOND / 2)     /* of one of two generations */
-#define BASE_AGE (5 * SECOND)     /* likewise */
 #define LONG_BASE_AGE (300 * SECOND)
-#define DRAIN_WINDOWS 3
-#define DRAIN_PATIENCE (2 * SECOND)
+#define DRAIN_EVERY (10 * SECOND)
+#define LEAST_DRAINED 4
+#define MOST_DRAINED 16
+#define DRAIN (20 * MS)
+#define DRAIN_PATIENCE (SECOND / 10) /* and eight times the base */
 #define STALE (60 * SECOND)       /* what was learned before a pause as long as this is forgotten */
 
 #define FULL_SHARE 1024
-#define POLITE (FULL_SHARE * 6 / 10)
+#define POLITE (FULL_SHARE * 65 / 100)
 #define LEAST_SHARE (FULL_SHARE / 16)
 #define LOOKS 8
 #define CROWDED (MS / 2)
+#define PRESSED 8
 #define RECOVERY (2 * SECOND)
 
 #define BURSTS_A_SECOND 25
@@ -99,45 +107,50 @@ static int64_t transfer(const pio_control *c, int64_t bytes) { return c->rate > 
 /* ---- how many bytes may be in flight ---- */
 
 void pio_control_init(pio_control *c) {
-	*c = (pio_control){.limit = FIRST_LIMIT, .window = FIRST_WINDOW, .phase = PIO_STARTING, .share = POLITE};
+	*c = (pio_control){.limit = FIRST_LIMIT, .window = FIRST_WINDOW, .phase = PIO_DRAINING, .share = POLITE};
 }
 
-/* `bytes` were started, which makes `in_flight` on this device, dirty ones included. */
-void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, pio_stamp *s) {
+/* `bytes` were started, which makes `in_flight` on this device, `dirty` of them not started. */
+void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty, pio_stamp *s) {
 	s->started = now;
 	s->bytes = bytes;
 	s->delivered = c->delivered;
-	s->alone = in_flight <= most(bytes, c->window);
+	s->alone = in_flight - dirty <= bytes;
 	/* Room for another window, and nobody has taken it: the producer is the slower side. */
 	s->demanded = in_flight + c->window > c->limit;
 	s->gap = now - c->seen_at;
 }
 
-/* Windows go one by one for a moment. */
-static void drain(pio_control *c, int64_t now) {
-	c->phase = PIO_DRAINING;
+/* A small window went, alone if all is well. The drain ends after a few, or many that are fast. */
+static void note_drained(pio_control *c, int64_t now, int64_t delay, const pio_stamp *s) {
+	if (c->drain_since == 0) c->drain_since = now;
+	int64_t took = now - c->drain_since;
+	if (s->alone && s->bytes <= LEAST_WINDOW) {
+		c->drained++;
+		c->drained_delay += delay;
+		c->drained_most = most(c->drained_most, delay);
+	}
+	if (c->drained < LEAST_DRAINED ? took < DRAIN_PATIENCE + 8 * c->base : c->drained < MOST_DRAINED && took < DRAIN)
+		return;
+
+	if (c->drained > 1) {
+		/* The mean, since every device is late now and then, but without the one that was late most. */
+		int64_t base = (c->drained_delay - c->drained_most) / (c->drained - 1);
+		if (now - c->long_since >= LONG_BASE_AGE) {
+			c->long_before = c->long_now;
+			c->long_now = 0;
+			c->long_since = now;
+		}
+		c->base = c->base_before ? least(base, c->base_before) : base;
+		c->base_before = base;
+		c->long_now = c->long_now ? least(c->long_now, base) : base;
+		c->long_base = c->long_before ? least(c->long_now, c->long_before) : c->long_now;
+	}
+	c->drained_delay = c->drained_most = 0;
 	c->drained = 0;
 	c->drain_since = now;
-}
-
-static void note_base(pio_control *c, int64_t now, int64_t delay) {
-	if (c->base_since == 0) c->base_since = c->long_since = now;
-	if (now - c->long_since >= LONG_BASE_AGE) {
-		c->long_before = c->long_now;
-		c->long_now = 0;
-		c->long_since = now;
-	}
-	if (now - c->base_since >= BASE_AGE) {
-		/* Nothing near the base for five seconds: is that the device, or our own queue? */
-		if (c->phase == PIO_STEADY && c->base_now > c->base + c->base / 8) drain(c, now);
-		c->base_before = c->base_now;
-		c->base_now = 0;
-		c->base_since = now;
-	}
-	if (c->base_now == 0 || delay < c->base_now) c->base_now = delay;
-	if (c->long_now == 0 || delay < c->long_now) c->long_now = delay;
-	c->base = c->base_before ? least(c->base_before, c->base_now) : c->base_now;
-	c->long_base = c->long_before ? least(c->long_before, c->long_now) : c->long_now;
+	c->phase = c->rate ? PIO_PROBING : PIO_STARTING;
+	c->round_since = 0;
 }
 
 /* As TCP has it (RFC 6298). */
@@ -157,45 +170,38 @@ static void note_rate(pio_control *c, int64_t now, int64_t rate) {
 	c->rate = most(c->rate_before, c->rate_now);
 }
 
-static int64_t window_for(const pio_control *c) {
-	int64_t latency = most(c->base - transfer(c, c->window), 0);
-	int64_t wanted = most(content(c->rate, latency) / 2, content(c->rate, WINDOW_TIME));
+static int64_t window_for(const pio_control *c, int first) {
+	int64_t wanted = most(content(c->rate, c->base) * 11 / 10, content(c->rate, WINDOW_TIME));
 	int64_t window = LEAST_WINDOW;
-	/* A power of two, which is left only for a reason: each change costs a drain. */
-	while (window < MOST_WINDOW && wanted >= (c->window > window ? window : window * 3 / 2)) window *= 2;
+	/* The power of two that is nearest. Once there, a smaller one only for a reason. */
+	while (window < MOST_WINDOW && wanted >= (c->window > window && !first ? window * 7 / 5 : window * 3 / 2)) window *= 2;
 	return window;
 }
 
-static void set_window(pio_control *c, int64_t now, int64_t window) {
-	if (window == c->window) return;
-	c->base = most(c->base + transfer(c, window) - transfer(c, c->window), 1); /* until it is seen */
-	c->window = window;
-	c->base_now = c->base_before = c->long_now = c->long_before = 0;
-	c->base_since = c->long_since = now;
-	drain(c, now);
-}
-
+/* Rounded up, but not for the sake of a little. */
 static int64_t whole_windows(const pio_control *c, int64_t bytes) {
-	return (bytes + c->window - 1) / c->window * c->window;
+	return (bytes + c->window - c->window / 4) / c->window * c->window;
 }
 
 static int64_t target_of(const pio_control *c) {
-	int64_t slack = least(WAKE + c->gap + 2 * c->deviation, most(c->base, MOST_SLACK));
+	int64_t slack = least(WAKE + c->gap + c->deviation, most(c->base / 2, MOST_SLACK));
 	return content(c->rate, c->base + slack) + c->window;
 }
 
 static void end_of_round(pio_control *c, int64_t now) {
-	int64_t rate = scaled(c->delivered - c->round_delivered, SECOND, now - c->round_since);
+	int64_t limit = c->limit, window = c->window;
 
-	note_rate(c, now, rate);
-	if (c->base == 0) return; /* no window of full size yet */
+	note_rate(c, now, scaled(c->delivered - c->round_delivered, SECOND, now - c->round_since));
 	if (c->phase == PIO_STARTING && target_of(c) >= c->limit && c->limit < MOST_LIMIT) {
 		c->limit *= 2;
 		return;
 	}
-	if (c->phase == PIO_STARTING) c->phase = PIO_STEADY;
-	set_window(c, now, window_for(c));
+	c->window = window_for(c, c->phase == PIO_STARTING);
 	c->limit = least(most(whole_windows(c, target_of(c)), 2 * c->window), MOST_LIMIT);
+	if (c->phase == PIO_STARTING)
+		c->phase = PIO_PROBING;
+	else if (c->limit == limit && c->window == window)
+		c->phase = PIO_STEADY;
 }
 
 static void begin_round(pio_control *c, int64_t now) {
@@ -206,7 +212,7 @@ static void begin_round(pio_control *c, int64_t now) {
 
 static void note_round(pio_control *c, int64_t now, const pio_stamp *s) {
 	int64_t bytes = c->delivered - c->round_delivered;
-	int starting = c->phase == PIO_STARTING;
+	int64_t span = c->phase == PIO_STEADY ? ROUND : c->phase == PIO_PROBING ? PROBE_ROUND : 1;
 
 	if (c->round_since == 0 || c->phase == PIO_DRAINING) {
 		begin_round(c, now);
@@ -214,14 +220,14 @@ static void note_round(pio_control *c, int64_t now, const pio_stamp *s) {
 	}
 	/* A window that was started before the round says nothing of it. */
 	if (s->delivered >= c->round_delivered && !s->demanded) c->round_lost = 1;
-	if (bytes < 2 * c->limit || now - c->round_since < (starting ? 1 : ROUND)) return;
+	if (bytes < 2 * c->limit || now - c->round_since < span) return;
 	if (!c->round_lost) end_of_round(c, now);
 	begin_round(c, now);
 }
 
 /* The least of a few delays is what counts: single ones are late for many reasons. */
 static void note_politeness(pio_control *c, int64_t now, int64_t delay, const pio_stamp *s) {
-	int64_t base = c->long_base - transfer(c, c->window) + transfer(c, s->bytes);
+	int64_t base = c->long_base + transfer(c, s->bytes);
 
 	if (c->looks == 0 || delay < c->least_delay) c->least_delay = delay;
 	if (++c->looks < LOOKS) return;
@@ -245,39 +251,47 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 	if (!blocked) return;
 
 	int64_t delay = most(now - s->started, 1);
-	if (s->bytes >= c->window) note_base(c, now, delay);
-	if (c->phase == PIO_STEADY) note_deviation(c, delay);
+	if (c->phase == PIO_STEADY && s->demanded) note_deviation(c, delay);
 	if (s->demanded) c->gap += (least(s->gap, MOST_SLACK) - c->gap) / 16;
 	if (polite && c->phase == PIO_STEADY && c->long_base) note_politeness(c, now, delay, s);
-	if (c->phase == PIO_DRAINING) {
-		c->drained += s->alone;
-		if (c->drained >= DRAIN_WINDOWS || now - c->drain_since >= DRAIN_PATIENCE) c->phase = PIO_STEADY;
+	if (c->phase == PIO_DRAINING) note_drained(c, now, delay, s);
+	/* If the producer is too slow to be probed with, that is polite enough. */
+	if (c->phase == PIO_PROBING && now - c->drain_since > PROBE_PATIENCE + 16 * c->base) c->phase = PIO_STEADY;
+	if (c->phase == PIO_STEADY && now - c->drain_since >= DRAIN_EVERY) {
+		c->phase = PIO_DRAINING;
+		c->drain_since = now;
 	}
 	note_round(c, now, s);
 }
 
-/* Others were stalled on I/O for `stalled` of the last `interval` ns: who is polite gives way. */
-void pio_control_pressure(pio_control *c, int64_t stalled, int64_t interval) {
-	if (stalled > interval / 8) c->share = most(c->share - c->share / 4, LEAST_SHARE);
+/*
+ * Somebody was stalled on I/O for `stalled` of the last `interval` ns, and polite writers were for `own` of it. Who gives way
+ * wants to know of the others; the two overlap, and are taken as independent: (1 - stalled) = (1 - own) x (1 - others).
+ */
+void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval) {
+	int64_t free_of_own = interval - own;
+	if (free_of_own < interval / 10) return; /* nothing can be told from so little */
+	if (stalled - own > free_of_own / PRESSED) c->share = most(c->share - c->share / 4, LEAST_SHARE);
 }
 
 /* The most bytes that may be in flight on the device. */
 int64_t pio_control_limit(const pio_control *c, int polite) {
-	if (c->phase == PIO_DRAINING) return c->window;
-	if (!polite || c->phase == PIO_STARTING) return c->limit;
+	if (c->phase == PIO_DRAINING) return 1; /* window */
+	if (!polite || c->phase != PIO_STEADY) return c->limit;
 	/* A window is being filled; but with room for it the rate alone would hold windows back, no wait would ever block, and
 	 * nobody would know how long they took. */
-	return content(c->rate, c->base) / FULL_SHARE * c->share + pio_control_window(c, polite) / 2;
+	return (content(c->rate, c->base) + c->window) / FULL_SHARE * c->share + pio_control_window(c, polite) / 2;
 }
 
 /* How much is to be started at once. */
 int64_t pio_control_window(const pio_control *c, int polite) {
+	if (c->phase == PIO_DRAINING) return LEAST_WINDOW;
 	return polite && c->phase == PIO_STEADY ? most(c->window / 2, LEAST_WINDOW) : c->window;
 }
 
 /* Bytes a second that polite writers may accept together; 0: not known yet. */
 int64_t pio_control_polite_rate(const pio_control *c) {
-	return c->phase == PIO_STARTING ? 0 : most(c->rate / FULL_SHARE * c->share, 1);
+	return c->phase != PIO_STEADY ? 0 : most(c->rate / FULL_SHARE * c->share, 1);
 }
 
 /* ---- at what rate bytes may be accepted ---- */

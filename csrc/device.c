@@ -45,7 +45,7 @@
 
 #define DEVICES 64
 #define LEAST_WINDOW (64 * 1024)
-#define MOST_WINDOW (512 * 1024)
+#define MOST_WINDOW (1024 * 1024)
 #define MS ((int64_t)1000000)
 #define IDLE_NS (2 * MS)      /* a grant that was not used for this long may be taken back */
 #define NAP_NS (20 * MS)      /* of the first in line: news may get lost with a process that is killed */
@@ -56,7 +56,7 @@
 #define PRESSURE_NS (100 * MS)
 
 struct pio_device {
-	uint64_t id;
+	uint64_t id, sequence;
 	int with_others;
 	int references;
 	pthread_mutex_t lock;
@@ -93,12 +93,13 @@ static void forget_parent(void) {
 
 static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_parent); }
 
-static pio_device *device_new(uint64_t id, int with_others) {
+static pio_device *device_new(uint64_t id, uint64_t sequence, int with_others) {
 	pio_device *d = calloc(1, sizeof *d);
 	if (!d) return NULL;
 	d->id = id;
+	d->sequence = sequence;
 	d->with_others = with_others;
-	if (pio_share_open(&d->share, id, with_others) < 0) {
+	if (pio_share_open(&d->share, id, sequence, with_others) < 0) {
 		free(d);
 		return NULL;
 	}
@@ -115,7 +116,7 @@ static void device_free(pio_device *d) {
 /* Makes the writer one of the device's. 0, or why it keeps a budget of its own: -ENOMEM, -EMFILE (too many devices). */
 int pio_device_join(pio_member *m, uint32_t major, uint32_t minor, int with_others) {
 	static pthread_once_t once = PTHREAD_ONCE_INIT;
-	uint64_t id = pio_disk_of(major, minor);
+	uint64_t id = pio_disk_of(major, minor), sequence = pio_disk_sequence(id);
 	int empty = -1, found = -1;
 
 	pthread_once(&once, watch_forks);
@@ -123,10 +124,10 @@ int pio_device_join(pio_member *m, uint32_t major, uint32_t minor, int with_othe
 	for (int i = 0; i < DEVICES && found < 0; i++) {
 		if (!registry[i])
 			empty = empty < 0 ? i : empty;
-		else if (registry[i]->id == id && registry[i]->with_others == with_others)
+		else if (registry[i]->id == id && registry[i]->sequence == sequence && registry[i]->with_others == with_others)
 			found = i;
 	}
-	if (found < 0 && empty >= 0 && (registry[empty] = device_new(id, with_others))) found = empty;
+	if (found < 0 && empty >= 0 && (registry[empty] = device_new(id, sequence, with_others))) found = empty;
 	if (found >= 0) {
 		pio_device *d = registry[found];
 		pthread_mutex_lock(&d->lock);
@@ -164,10 +165,18 @@ static int64_t window_of(const pio_device *d, int polite) {
 	return window;
 }
 
+static int is_draining(const pio_device *d) { return control_of(d)->phase == PIO_DRAINING; }
+
 static int64_t limit_for(const pio_device *d, int polite) {
 	int64_t window = window_of(d, polite), bound = get(cap);
 	int64_t limit = least(most(pio_control_limit(control_of(d), polite), window), PIO_WINDOWS / 2 * window);
 	return bound > 0 ? least(limit, bound) : limit;
+}
+
+/* What a writer may have in flight together with all others: at least two windows, if it has windows of its own. */
+static int64_t limit_of(const pio_device *d, const pio_member *m, int polite) {
+	int64_t limit = limit_for(d, polite);
+	return is_draining(d) ? limit : most(limit, 2 * m->window);
 }
 
 /* Does what this process said last still hold? A call may last as long as the device takes; after one, what was started
@@ -287,7 +296,7 @@ again:;
 	int64_t in_flight = d->total + others;
 	pio_member *first = first_waiting(d, now);
 	int is_first = !first || first == m || precedes(m, first, now);
-	int fits = in_flight == 0 || in_flight + need <= limit_for(d, last);
+	int fits = in_flight == 0 || in_flight + need <= limit_of(d, m, last);
 	int turn = is_first && since >= m->since;
 
 	if (fits && turn) {
@@ -394,8 +403,12 @@ void pio_device_started(const pio_member *m, int64_t now, int64_t bytes, pio_sta
 	int64_t since;
 	int who;
 	if (!d) return;
+	int64_t dirty = 0;
 	pthread_mutex_lock(&d->lock);
-	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), s);
+	for (const pio_member *other = d->members; other; other = other->next) dirty += other->dirty + other->ahead;
+	/* The writer's own word on what is dirty is from before this start. */
+	dirty = most(dirty - bytes, 0);
+	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, s);
 	pthread_mutex_unlock(&d->lock);
 }
 
@@ -411,14 +424,14 @@ static int64_t read_pressure(void) {
 	return total ? (int64_t)strtoll(total + 6, NULL, 10) * 1000 : -1;
 }
 
-/* The pressure since the last look that was not our own stall. */
+/* Tells the controller what pressure there was since the last look, and what of it was our own. */
 static void look_at_pressure(pio_device *d, int64_t now) {
 	if (now - d->pressure_at < PRESSURE_NS) return;
 	int64_t pressure = read_pressure();
 	if (pressure < 0) return;
 	if (d->pressure_at && now - d->pressure_at < 10 * PRESSURE_NS) {
-		int64_t others = pressure - d->pressure - (d->stalled - d->pressure_stalled);
-		pio_control_pressure(&d->share.shared->control, others, now - d->pressure_at);
+		pio_control_pressure(&d->share.shared->control, pressure - d->pressure, d->stalled - d->pressure_stalled,
+				     now - d->pressure_at);
 	}
 	d->pressure_at = now;
 	d->pressure = pressure;
@@ -441,15 +454,18 @@ void pio_device_completed(pio_member *m, int64_t now, const pio_stamp *s, int64_
 
 /* ---- what the controller says ---- */
 
-int64_t pio_device_limit(const pio_member *m) {
-	const pio_device *d = device_of(m);
-	int64_t limit = d ? limit_for(d, m->polite) : INT64_MAX;
-	return m->limit > 0 ? least(limit, m->limit) : limit;
-}
-
 int64_t pio_device_window(const pio_member *m) {
 	const pio_device *d = device_of(m);
-	return d ? window_of(d, m->polite) : 0;
+	int64_t window = d ? window_of(d, m->polite) : 0;
+	/* To see the delay without a queue, everyone's windows are small for a moment. */
+	return m->window && !(d && is_draining(d) && window < m->window) ? m->window : window;
+}
+
+int64_t pio_device_limit(const pio_member *m) {
+	const pio_device *d = device_of(m);
+	int64_t limit = d ? limit_of(d, m, m->polite) : INT64_MAX;
+	if (d && is_draining(d)) limit = pio_device_window(m);
+	return m->limit > 0 ? least(limit, m->limit) : limit;
 }
 
 /* Bytes a second that a polite writer may accept; 0: no cap. */
@@ -471,5 +487,5 @@ void pio_device_stats(const pio_member *m, pio_stats *out) {
 	else if (bound > 0 && bound <= most(pio_control_limit(c, m->polite), window_of(d, m->polite)))
 		out->limited_by = PIO_BY_CGROUP;
 	else
-		out->limited_by = c->phase == PIO_STARTING ? PIO_BY_NOTHING : PIO_BY_DEVICE;
+		out->limited_by = c->rate == 0 ? PIO_BY_NOTHING : PIO_BY_DEVICE;
 }

@@ -13,6 +13,7 @@ typedef struct pio_member {
 	int polite;
 	pthread_mutex_t *lock; /* held whenever the writer's windows are touched */
 	int64_t limit;         /* of its own, if that is less than the device's; 0: none */
+	int64_t window;        /* likewise */
 
 	struct pio_member *next;
 	uint64_t generation; /* of the process: a forked child's copies are nobody */

@@ -14,16 +14,20 @@
 
 #define MOST_LAYERS 8
 
+static int64_t read_text(const char *path, char *text, size_t size) {
+	int fd = SYS.open(path, O_RDONLY);
+	if (fd < 0) return fd;
+	int64_t n = SYS.pread(fd, text, size - 1, 0);
+	SYS.close(fd);
+	if (n >= 0) text[n] = '\0';
+	return n;
+}
+
 /* Reads "8:0" from one of sysfs' files. */
 static int read_numbers(const char *path, uint32_t *major, uint32_t *minor) {
 	char text[32];
 	char *end;
-	int fd = SYS.open(path, O_RDONLY);
-	if (fd < 0) return 0;
-	int64_t n = SYS.pread(fd, text, sizeof text - 1, 0);
-	SYS.close(fd);
-	if (n <= 0) return 0;
-	text[n] = '\0';
+	if (read_text(path, text, sizeof text) <= 0) return 0;
 	unsigned long first = strtoul(text, &end, 10);
 	if (*end != ':') return 0;
 	*major = (uint32_t)first;
@@ -56,4 +60,11 @@ uint64_t pio_disk_of(uint32_t major, uint32_t minor) {
 		if (!read_numbers(path, &major, &minor)) break;
 	}
 	return (uint64_t)major << 32 | minor;
+}
+
+/* Which of the disks that had this number one after the other it is (Linux 5.15); 0 where that is not known. */
+uint64_t pio_disk_sequence(uint64_t disk) {
+	char path[64], text[32];
+	snprintf(path, sizeof path, "/sys/dev/block/%u:%u/diskseq", (unsigned int)(disk >> 32), (unsigned int)(disk & 0xffffffffU));
+	return read_text(path, text, sizeof text) > 0 ? strtoull(text, NULL, 10) : 0;
 }

@@ -4,5 +4,6 @@
 #include "pacedio.h"
 
 uint64_t pio_disk_of(uint32_t major, uint32_t minor);
+uint64_t pio_disk_sequence(uint64_t disk);
 
 #endif

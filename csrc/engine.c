@@ -54,6 +54,7 @@
 #define HUGETLBFS 0x958458f6U
 #define OVERLAYFS 0x794c7630U
 #define ZFS 0x2fc12fc1U
+#define FUSE 0x65735546U
 
 #define POLL_NS 500000        /* between two pieces of advice */
 #define PATIENCE_NS 100000000 /* until advised pages that stay are synced */
@@ -244,6 +245,7 @@ static void verify_write(pio_engine *e, pio_range last, int flags) {
 	if (e->verified) return;
 	if (!e->counts) {
 		if (e->type == OVERLAYFS && e->kind < PIO_ADVISE) take(e, PIO_ADVISE, PIO_KNOWN_TYPE, 0);
+		if (e->type == FUSE && e->kind < PIO_DATASYNC) take(e, PIO_DATASYNC, PIO_KNOWN_TYPE, 0);
 		return;
 	}
 	if (pages.cached == 0) {

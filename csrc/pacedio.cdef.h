@@ -142,9 +142,10 @@ typedef struct pio_stamp {
 } pio_stamp;
 
 enum {
+	PIO_DRAINING, /* one small window at a time, to see the delay without a queue */
 	PIO_STARTING, /* the limit doubles until the device is found to be busy */
-	PIO_STEADY,
-	PIO_DRAINING /* one window at a time, to see the delay without a queue */
+	PIO_PROBING,  /* polite writers as well use all of the limit, to see the rate */
+	PIO_STEADY
 };
 
 /* Shared by processes, so: fixed widths, no pointers. Times are in ns, of the monotonic clock; 0: none. */
@@ -152,7 +153,7 @@ typedef struct pio_control {
 	int64_t limit;  /* bytes in flight */
 	int64_t window; /* bytes */
 	int64_t rate;   /* largest of late, bytes a second */
-	int64_t base;   /* least delay of a window of late */
+	int64_t base;   /* mean delay of small windows on their own, the least of late */
 	int64_t long_base;
 	int64_t mean, deviation; /* of the delay */
 	int64_t gap;             /* from a completion to the next start, on average */
@@ -161,9 +162,9 @@ typedef struct pio_control {
 	int64_t round_delivered;
 	int64_t round_since;
 	int64_t rate_now, rate_before, rate_since; /* two generations of a maximum */
-	int64_t base_now, base_before, base_since; /* and of minima */
+	int64_t base_before;                       /* and of minima */
 	int64_t long_now, long_before, long_since;
-	int64_t drain_since;
+	int64_t drain_since, drained_delay, drained_most;
 	int64_t share; /* of the rate that polite writers take, in 1024ths */
 	int64_t share_at;
 	int64_t least_delay; /* of the last few of theirs */
@@ -174,9 +175,10 @@ typedef struct pio_control {
 } pio_control;
 
 void pio_control_init(pio_control *c);
-void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, pio_stamp *s);
+void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty,
+			 pio_stamp *s);
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);
-void pio_control_pressure(pio_control *c, int64_t stalled, int64_t interval);
+void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval);
 int64_t pio_control_limit(const pio_control *c, int polite);
 int64_t pio_control_window(const pio_control *c, int polite);
 int64_t pio_control_polite_rate(const pio_control *c);

@@ -49,7 +49,7 @@ static int claim(pio_share *s) {
 	return -EAGAIN;
 }
 
-static int open_file(uint64_t device) {
+static int open_file(uint64_t device, uint64_t sequence) {
 	char directory[64], path[128];
 	pio_status status;
 	unsigned int user = SYS.user();
@@ -60,14 +60,14 @@ static int open_file(uint64_t device) {
 	rc = SYS.path_status(directory, &status); /* of the link, if it is one */
 	if (rc < 0) return rc;
 	if (status.mode != (040000 | 0700) || status.user != user) return -EPERM;
-	snprintf(path, sizeof path, "%s/%d-%u:%u", directory, LAYOUT, (unsigned int)(device >> 32),
-		 (unsigned int)(device & 0xffffffffU));
+	snprintf(path, sizeof path, "%s/%d-%u:%u-%llu", directory, LAYOUT, (unsigned int)(device >> 32),
+		 (unsigned int)(device & 0xffffffffU), (unsigned long long)sequence);
 	return SYS.open_or_create(path, 0600);
 }
 
-static int open_shared(pio_share *s, uint64_t device) {
+static int open_shared(pio_share *s, uint64_t device, uint64_t sequence) {
 	void *address;
-	s->fd = open_file(device);
+	s->fd = open_file(device, sequence);
 	if (s->fd < 0) return s->fd;
 	/* A file of zeros is what it should be before anybody wrote to it. */
 	int rc = SYS.ftruncate(s->fd, (int64_t)sizeof(pio_shared));
@@ -85,10 +85,10 @@ static int open_shared(pio_share *s, uint64_t device) {
 }
 
 /* With the other processes on the device, or, where that cannot be had, alone. 0, or -ENOMEM. */
-int pio_share_open(pio_share *s, uint64_t device, int with_others) {
+int pio_share_open(pio_share *s, uint64_t device, uint64_t sequence, int with_others) {
 	s->fd = -1;
 	s->slot = 0;
-	if (!with_others || open_shared(s, device) < 0) {
+	if (!with_others || open_shared(s, device, sequence) < 0) {
 		void *memory;
 		if (posix_memalign(&memory, _Alignof(pio_shared), sizeof(pio_shared)) != 0) return -ENOMEM;
 		s->shared = memset(memory, 0, sizeof(pio_shared));

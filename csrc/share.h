@@ -25,7 +25,7 @@ typedef struct pio_share {
 	int slot; /* ours */
 } pio_share;
 
-int pio_share_open(pio_share *s, uint64_t device, int with_others);
+int pio_share_open(pio_share *s, uint64_t device, uint64_t sequence, int with_others);
 void pio_share_close(pio_share *s);
 void pio_share_forget(pio_share *s); /* in a forked child */
 int pio_share_is_dead(const pio_share *s, int slot);

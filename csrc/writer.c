@@ -76,7 +76,7 @@ static void settle(pio_writer *w) {
 /* Takes over what the device's controller says by now. */
 static void adapt(pio_writer *w) {
 	if (!w->member.device) return;
-	if (w->options.window == 0) w->plan.window = pio_device_window(&w->member);
+	w->plan.window = pio_device_window(&w->member);
 	w->plan.limit = most(pio_device_limit(&w->member), w->plan.window);
 	if (!w->options.polite) return;
 	int64_t rate = pio_device_rate(&w->member), asked = w->options.rate;
@@ -94,6 +94,7 @@ static void join(pio_writer *w) {
 	if (!w->stamps) return;
 	w->member.lock = &w->lock;
 	w->member.limit = w->options.limit;
+	w->member.window = w->options.window;
 	w->member.polite = w->options.polite;
 	if (pio_device_join(&w->member, status.dev_major, status.dev_minor, w->options.share) < 0) return;
 	pio_device_enter(&w->member);
@@ -172,7 +173,7 @@ static int choose(pio_writer *w) {
 static void stop_following(pio_writer *w) {
 	if (!w->follows || !decided(w) || (paces(w) && w->engine.kind != PIO_DATASYNC)) return;
 	leave(w);
-	if (w->options.window == 0) w->plan.window = WINDOW;
+	w->plan.window = w->options.window ? w->options.window : WINDOW;
 	w->plan.limit = w->options.limit ? w->options.limit : most(LIMIT, w->plan.window);
 	pio_rate_set(&w->rate, w->plan.window, w->options.rate);
 }

@@ -49,7 +49,7 @@ class Device:
 
     def product(self, now: int) -> float:
         """Bandwidth-delay product: what has to be in flight to keep it busy, with the least windows that there are."""
-        return self.rate_at(now) * self.latency / SECOND + LEAST_WINDOW
+        return self.rate_at(now) * self.latency * (1 + self._jitter) / SECOND + LEAST_WINDOW
 
 
 class Disk(Device):
@@ -252,7 +252,7 @@ def write(
         now += round(window * SECOND / producer(now))
         total += window
         stamp = ffi.new("pio_stamp *")
-        lib.pio_control_started(control, now, window, total, stamp)
+        lib.pio_control_started(control, now, window, total, 0, stamp)
         at = now - begin  # devices begin at zero
         started.append((stamp, begin + device.submit(at, window), window))
         others = device.others() if isinstance(device, Contended) else 0

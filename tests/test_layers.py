@@ -49,7 +49,7 @@ INCLUDES = {
 # What an object file may leave to the C library, beside threads and locks. All else is a system call, or may make one.
 PURE = {"memchr", "memcpy", "memmove", "memset", "memcmp", "__stack_chk_fail", "_GLOBAL_OFFSET_TABLE_"}
 MEMORY = {"malloc", "calloc", "realloc", "posix_memalign", "free", "snprintf", "sigfillset"}
-MEMORY |= {"strlen", "strstr", "strtoll", "strtoul"}
+MEMORY |= {"strlen", "strstr", "strtoll", "strtoul", "strtoull"}
 
 
 def name_of(path: Path) -> str:

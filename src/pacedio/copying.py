@@ -6,6 +6,7 @@ import errno
 
 from pacedio._native import error, ffi, lib
 from pacedio.exceptions import SourceError
+from pacedio.writer import keep_cap
 
 TYPE_CHECKING = False  # typing is too slow to import
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def copy_contents(
     copied = 0
     try:
         while True:
+            keep_cap()
             moved = int(lib.pio_copy_step(handle))
             if moved > 0:
                 copied += moved

@@ -23,6 +23,7 @@ import errno
 import io
 import os
 from _weakref import ref
+from time import monotonic
 
 from pacedio import _native
 from pacedio._buffered import _Buffered
@@ -248,6 +249,23 @@ def _options(pacing: Pacing) -> Any:
 _BALANCED_OPTIONS = _options(BALANCED)
 
 
+_cap_due = 0.0  # when to look again at what the kernel bears, by time.monotonic()
+
+
+def keep_cap() -> None:
+    """Once a second, tell the C side what may be in flight before the kernel itself stops the writers of this process.
+
+    It is a matter of the memory cgroup and of what others have dirty, and changes while a big file is written.
+    """
+    global _cap_due  # noqa: PLW0603
+    now = monotonic()
+    if now >= _cap_due:
+        from pacedio import observe
+
+        _cap_due = now + 1
+        lib.pio_set_cap(observe.limit_cap() or 0)
+
+
 _pio_write = lib.pio_write  # looked up once: they are called for every small file
 _from_buffer = ffi.from_buffer
 _EINTR = -errno.EINTR
@@ -303,6 +321,8 @@ class _PacedFile(io.FileIO):
             return len(view)
         if writer is None:
             writer = self.paced()
+        if len(view) >= CHUNK:
+            keep_cap()
         try:
             if len(view) == self.buffer_size:
                 self._unsettled_at = ffi.cast("char *", view)
