@@ -43,7 +43,8 @@
  *
  * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few large
  * ones ahead are less of a queue than many small ones. But in a pipe of little content they are most of what is in flight. So:
- * what the pipe holds without them, and no less than a device of this rate takes in 170 microseconds.
+ * what the pipe holds without them, and no less than a device of this rate takes in 170 microseconds; beyond 1 GB/s, where the
+ * processor's time for each window counts, 512 KiB.
  *
  * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
  * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
@@ -68,6 +69,7 @@
 #define MOST_WINDOW (1024 * KIB)
 #define MOST_LIMIT (PIO_WINDOWS / 2 * MOST_WINDOW)
 
+#define FAST ((int64_t)1000 * 1000 * 1000) /* bytes a second, from where on the processor's time for a window counts */
 #define WAKE (MS / 4) /* until a waiter has the processor, now and then */
 #define MOST_SLACK MS /* or half the base, if that is more */
 #define WINDOW_TIME (MS * 17 / 100)
@@ -172,9 +174,10 @@ static void note_rate(pio_control *c, int64_t now, int64_t rate) {
 
 static int64_t window_for(const pio_control *c, int first) {
 	int64_t wanted = most(content(c->rate, c->base) * 11 / 10, content(c->rate, WINDOW_TIME));
+	if (c->rate >= FAST) wanted = most(wanted, FIRST_WINDOW);
 	int64_t window = LEAST_WINDOW;
 	/* The power of two that is nearest. Once there, a smaller one only for a reason. */
-	while (window < MOST_WINDOW && wanted >= (c->window > window && !first ? window * 7 / 5 : window * 3 / 2)) window *= 2;
+	while (window < MOST_WINDOW && wanted >= (c->window > window && !first ? window * 17 / 12 : window * 3 / 2)) window *= 2;
 	return window;
 }
 

@@ -48,8 +48,9 @@ class Device:
         return sum(self.rate_at(begin + (end - begin) * i // steps) for i in range(steps)) * (end - begin) / steps / SECOND
 
     def product(self, now: int) -> float:
-        """Bandwidth-delay product: what has to be in flight to keep it busy, with the least windows that there are."""
-        return self.rate_at(now) * self.latency * (1 + self._jitter) / SECOND + LEAST_WINDOW
+        """Bandwidth-delay product: what has to be in flight to keep it busy, with the least windows that there are. The
+        delay is that from a start to the moment when the waiter runs."""
+        return self.rate_at(now) * (self.latency * (1 + self._jitter) + WAKE) / SECOND + LEAST_WINDOW
 
 
 class Disk(Device):
