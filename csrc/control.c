@@ -43,7 +43,7 @@
  *
  * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few large
  * ones ahead are less of a queue than many small ones. But in a pipe of little content they are most of what is in flight. So:
- * what the pipe holds without them, and no less than a device of this rate takes in 170 microseconds; beyond 1 GB/s, where the
+ * what the pipe holds without them, and no less than a device of this rate takes in 150 microseconds; beyond 1 GB/s, where the
  * processor's time for each window counts, 512 KiB.
  *
  * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
@@ -70,16 +70,16 @@
 #define MOST_LIMIT (PIO_WINDOWS / 2 * MOST_WINDOW)
 
 #define FAST ((int64_t)1000 * 1000 * 1000) /* bytes a second, from where on the processor's time for a window counts */
-#define WAKE (MS / 4) /* until a waiter has the processor, now and then */
+#define WAKE (MS * 13 / 100) /* until a waiter has the processor, now and then */
 #define MOST_SLACK MS /* or half the base, if that is more */
-#define WINDOW_TIME (MS * 17 / 100)
+#define WINDOW_TIME (MS * 15 / 100)
 #define ROUND (50 * MS)
 #define PROBE_ROUND (20 * MS)
 #define PROBE_PATIENCE (SECOND / 2)
 #define RATE_AGE (SECOND / 2)     /* of one of two generations */
 #define LONG_BASE_AGE (300 * SECOND)
 #define DRAIN_EVERY (10 * SECOND)
-#define LEAST_DRAINED 4
+#define LEAST_DRAINED 3
 #define MOST_DRAINED 16
 #define DRAIN (20 * MS)
 #define DRAIN_PATIENCE (SECOND / 10) /* and eight times the base */
@@ -110,6 +110,16 @@ static int64_t transfer(const pio_control *c, int64_t bytes) { return c->rate > 
 
 void pio_control_init(pio_control *c) {
 	*c = (pio_control){.limit = FIRST_LIMIT, .window = FIRST_WINDOW, .phase = PIO_DRAINING, .share = POLITE};
+}
+
+int pio_control_is_stale(const pio_control *c, int64_t now) { return c->seen_at && now - c->seen_at > STALE; }
+
+/* After a long pause: what was learned before it may not hold any more. */
+void pio_control_forget(pio_control *c, int64_t now) {
+	int64_t delivered = c->delivered;
+	if (!pio_control_is_stale(c, now)) return;
+	pio_control_init(c);
+	c->delivered = delivered;
 }
 
 /* `bytes` were started, which makes `in_flight` on this device, `dirty` of them not started. */
@@ -181,9 +191,10 @@ static int64_t window_for(const pio_control *c, int first) {
 	return window;
 }
 
-/* Rounded up, but not for the sake of a little. */
+/* Rounded up, but not for the sake of a little; what is the limit already stays so for a little less. */
 static int64_t whole_windows(const pio_control *c, int64_t bytes) {
-	return (bytes + c->window - c->window / 4) / c->window * c->window;
+	int64_t limit = (bytes + c->window - c->window / 4) / c->window * c->window;
+	return limit == c->limit - c->window && bytes > limit + c->window / 8 ? c->limit : limit;
 }
 
 static int64_t target_of(const pio_control *c) {
@@ -244,11 +255,6 @@ static void note_politeness(pio_control *c, int64_t now, int64_t delay, const pi
 
 /* A window was found to be complete. `blocked`: its waiter was blocked until now, so now is when it completed. */
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite) {
-	if (c->seen_at && now - c->seen_at > STALE) {
-		int64_t delivered = c->delivered;
-		pio_control_init(c);
-		c->delivered = delivered;
-	}
 	c->seen_at = now;
 	c->delivered += s->bytes;
 	if (!blocked) return;

@@ -290,6 +290,10 @@ int pio_device_ask(pio_member *m, int64_t need, int idle, pio_member **whom) {
 	if (m->since == 0) m->since = now;
 	take_back(d, m);
 	m->used_at = now;
+	if (pio_control_is_stale(control_of(d), now) && pio_share_lock_control(&d->share)) {
+		pio_control_forget(&d->share.shared->control, now);
+		pio_share_unlock_control(&d->share);
+	}
 again:;
 	int last = m->polite && now - m->since < FLOOR_NS;
 	int64_t others = of_others(d, now, &since, &who);

@@ -175,6 +175,8 @@ typedef struct pio_control {
 } pio_control;
 
 void pio_control_init(pio_control *c);
+int pio_control_is_stale(const pio_control *c, int64_t now);
+void pio_control_forget(pio_control *c, int64_t now);
 void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty,
 			 pio_stamp *s);
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);

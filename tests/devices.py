@@ -45,7 +45,9 @@ class Device:
     def capacity(self, begin: int, end: int) -> float:
         """The most bytes that it can take in that time."""
         steps = 1000
-        return sum(self.rate_at(begin + (end - begin) * i // steps) for i in range(steps)) * (end - begin) / steps / SECOND
+        return (
+            sum(self.rate_at(begin + (end - begin) * i // steps) for i in range(steps)) * (end - begin) / steps / SECOND
+        )
 
     def product(self, now: int) -> float:
         """Bandwidth-delay product: what has to be in flight to keep it busy, with the least windows that there are. The
@@ -66,6 +68,9 @@ class Disk(Device):
         self._since += size
         seek, self._since = (self.SEEK, self._since - self.EVERY) if self._since >= self.EVERY else (0, self._since)
         return round(size * SECOND / self.rate) + seek
+
+    def product(self, now: int) -> float:
+        return self.rate * (self.latency + WAKE) / SECOND + LEAST_WINDOW  # between two seeks
 
     def rate_at(self, now: int) -> float:
         return self.EVERY / (self.EVERY / self.rate + self.SEEK / SECOND)
@@ -181,6 +186,7 @@ class Moment:
     share: float  # of the queue, ours
     limit: int
     window: int
+    complete: int  # when that window will be
 
 
 @dataclass
@@ -196,14 +202,18 @@ class Run:
         return Run(self.device, [m for m in self.moments if m.now < end], self.control)
 
     def converged(self) -> Run:
-        """From the moment on at which 64 MiB or two seconds were spent."""
-        return self.after(next(m.now for m in self.moments if m.delivered >= 64 * MIB or m.now >= 2 * SECOND))
+        """Without the first two seconds."""
+        return self.after(2 * SECOND)
 
     def bytes(self) -> int:
         return self.moments[-1].delivered - self.moments[0].delivered
 
     def seconds(self) -> float:
         return (self.moments[-1].now - self.moments[0].now) / SECOND
+
+    def queued(self) -> float:
+        """Bytes under writeback, on average over time."""
+        return sum(m.window * (m.complete - m.now) for m in self.moments) / SECOND / self.seconds()
 
     def efficiency(self) -> float:
         return self.bytes() / self.device.capacity(self.moments[0].now, self.moments[-1].now)
@@ -227,6 +237,7 @@ def write(
     if control is None:
         control = ffi.new("pio_control *")
         lib.pio_control_init(control)
+    lib.pio_control_forget(control, begin)
     rate = ffi.new("pio_rate *")
     now, total, delivered = begin, 0, 0
     started: deque[tuple[Any, int, int]] = deque()  # stamp, completion, size
@@ -255,9 +266,12 @@ def write(
         stamp = ffi.new("pio_stamp *")
         lib.pio_control_started(control, now, window, total, 0, stamp)
         at = now - begin  # devices begin at zero
-        started.append((stamp, begin + device.submit(at, window), window))
+        complete = device.submit(at, window)
+        started.append((stamp, begin + complete, window))
         others = device.others() if isinstance(device, Contended) else 0
         run.moments.append(
-            Moment(at, delivered, total, device.product(at), total / (total + others), int(control.limit), window)
+            Moment(
+                at, delivered, total, device.product(at), total / (total + others), int(control.limit), window, complete
+            )
         )
     return run
