@@ -22,7 +22,7 @@
  * another: single windows jitter too much. A round during which the producer left room unused says nothing of the device.
  *
  *     delay = from a window's start to its completion
- *     base  = mean delay of a few small windows with nothing else under writeback, the least of late
+ *     base  = delay of a small window with nothing else under writeback, the least of late
  *     rate  = largest of the rounds of the last second or so
  *     slack = time for a waiter to get the processor + time from there to the next start + mean deviation of delays
  *     limit = rate x (base + slack) + window
@@ -70,16 +70,17 @@
 #define MOST_LIMIT (PIO_WINDOWS / 2 * MOST_WINDOW)
 
 #define FAST ((int64_t)1000 * 1000 * 1000) /* bytes a second, from where on the processor's time for a window counts */
-#define WAKE (MS * 13 / 100) /* until a waiter has the processor, now and then */
+#define WAKE (MS / 10) /* until a waiter has the processor, now and then */
 #define MOST_SLACK MS /* or half the base, if that is more */
 #define WINDOW_TIME (MS * 15 / 100)
 #define ROUND (50 * MS)
-#define PROBE_ROUND (20 * MS)
+#define PROBE_ROUND (40 * MS)
 #define PROBE_PATIENCE (SECOND / 2)
 #define RATE_AGE (SECOND / 2)     /* of one of two generations */
 #define LONG_BASE_AGE (300 * SECOND)
 #define DRAIN_EVERY (10 * SECOND)
 #define LEAST_DRAINED 3
+#define MANY_DRAINED 8
 #define MOST_DRAINED 16
 #define DRAIN (20 * MS)
 #define DRAIN_PATIENCE (SECOND / 10) /* and eight times the base */
@@ -90,7 +91,7 @@
 #define LEAST_SHARE (FULL_SHARE / 16)
 #define LOOKS 8
 #define CROWDED (MS / 2)
-#define PRESSED 8
+#define PRESSED 16 /* at most this part of what is left of the time */
 #define RECOVERY (2 * SECOND)
 
 #define BURSTS_A_SECOND 25
@@ -141,13 +142,15 @@ static void note_drained(pio_control *c, int64_t now, int64_t delay, const pio_s
 		c->drained++;
 		c->drained_delay += delay;
 		c->drained_most = most(c->drained_most, delay);
+		c->drained_least = c->drained_least ? least(c->drained_least, delay) : delay;
 	}
 	if (c->drained < LEAST_DRAINED ? took < DRAIN_PATIENCE + 8 * c->base : c->drained < MOST_DRAINED && took < DRAIN)
 		return;
 
-	if (c->drained > 1) {
-		/* The mean, since every device is late now and then, but without the one that was late most. */
-		int64_t base = (c->drained_delay - c->drained_most) / (c->drained - 1);
+	if (c->drained > 0) {
+		/* Of many the mean, since a fast device is late now and then, but without the one that was late most. */
+		int64_t mean = c->drained > 1 ? (c->drained_delay - c->drained_most) / (c->drained - 1) : 0;
+		int64_t base = c->drained < MANY_DRAINED ? c->drained_least : mean;
 		if (now - c->long_since >= LONG_BASE_AGE) {
 			c->long_before = c->long_now;
 			c->long_now = 0;
@@ -158,7 +161,7 @@ static void note_drained(pio_control *c, int64_t now, int64_t delay, const pio_s
 		c->long_now = c->long_now ? least(c->long_now, base) : base;
 		c->long_base = c->long_before ? least(c->long_now, c->long_before) : c->long_now;
 	}
-	c->drained_delay = c->drained_most = 0;
+	c->drained_delay = c->drained_most = c->drained_least = 0;
 	c->drained = 0;
 	c->drain_since = now;
 	c->phase = c->rate ? PIO_PROBING : PIO_STARTING;
@@ -275,7 +278,9 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 
 /*
  * Somebody was stalled on I/O for `stalled` of the last `interval` ns, and polite writers were for `own` of it. Who gives way
- * wants to know of the others; the two overlap, and are taken as independent: (1 - stalled) = (1 - own) x (1 - others).
+ * wants to know of the others; the two overlap, and are taken as independent: (1 - stalled) = (1 - own) x (1 - others). The
+ * kernel weighs processors, so that one stalled writer on an idle machine counts for less than its time: what is seen of the
+ * others is the least that there is, and shows more clearly the less we do ourselves.
  */
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval) {
 	int64_t free_of_own = interval - own;

@@ -153,7 +153,7 @@ typedef struct pio_control {
 	int64_t limit;  /* bytes in flight */
 	int64_t window; /* bytes */
 	int64_t rate;   /* largest of late, bytes a second */
-	int64_t base;   /* mean delay of small windows on their own, the least of late */
+	int64_t base;   /* delay of a small window on its own, the least of late */
 	int64_t long_base;
 	int64_t mean, deviation; /* of the delay */
 	int64_t gap;             /* from a completion to the next start, on average */
@@ -164,7 +164,7 @@ typedef struct pio_control {
 	int64_t rate_now, rate_before, rate_since; /* two generations of a maximum */
 	int64_t base_before;                       /* and of minima */
 	int64_t long_now, long_before, long_since;
-	int64_t drain_since, drained_delay, drained_most;
+	int64_t drain_since, drained_delay, drained_least, drained_most;
 	int64_t share; /* of the rate that polite writers take, in 1024ths */
 	int64_t share_at;
 	int64_t least_delay; /* of the last few of theirs */

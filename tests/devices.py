@@ -1,5 +1,6 @@
-"""Models of storage devices, and of a writer that follows them: a simulation with a clock of its own, which csrc/control.c
-takes part in as it is. Times are in ns, sizes in bytes, rates in bytes a second. Nothing is random but what a fixed seed says.
+"""Models of storage devices, and of a writer that follows them: a simulation with a clock of its own, which
+csrc/control.c takes part in as it is. Times are in ns, sizes in bytes, rates in bytes a second. Nothing is random but
+what a fixed seed says.
 """
 
 from __future__ import annotations
@@ -232,8 +233,8 @@ def write(
     begin: int = SECOND,
     control: Any = None,
 ) -> Run:
-    """One writer, as csrc/writer.c does it: fills a window, starts it, and waits for the oldest when the limit is reached.
-    `producer`: the rate at which windows are filled at a given time."""
+    """One writer, as csrc/writer.c does it: fills a window, starts it, and waits for the oldest when the limit is
+    reached. `producer`: the rate at which windows are filled at a given time."""
     if control is None:
         control = ffi.new("pio_control *")
         lib.pio_control_init(control)

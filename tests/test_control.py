@@ -171,7 +171,7 @@ def test_pressure_of_others_is_told_from_our_own() -> None:
 
     untouched = after(0, 0)
     assert after(0.5, 0.5) == untouched  # all of it is ours
-    assert after(0.55, 0.5) == untouched  # a tenth of what is left
+    assert after(0.52, 0.5) == untouched  # a 25th of what is left
     assert after(1, 0.95) == untouched  # nothing can be told
     assert after(0.3, 0) == after(0.8, 0.5) == 1024 // 16  # down to the floor, and no further
     assert 1024 // 16 < after(0.3, 0, times=1) < untouched
