@@ -75,7 +75,7 @@ class Worker:
         self.content = content(number, size)
         data = directory / f"data {number}"
         data.write_bytes(self.content)
-        defaults = {"pacing": {}, "stop_at": None, "others": [], "cgroup": None}
+        defaults: dict[str, Any] = {"pacing": {}, "stop_at": None, "others": [], "cgroup": None}
         command = [
             sys.executable,
             "-c",
@@ -334,7 +334,7 @@ def test_partitions_share_their_disk(machine: Machine) -> None:
             # Told to the kernel, which thus need not know any kind of partition table.
             start = 2048 + (number - 1) * 64 * MIB // 512
             subprocess.run(["addpart", disk, str(number), str(start), str(64 * MIB // 512)], check=True)
-            undo.callback(subprocess.run, ["delpart", disk, str(number)], check=True)
+            undo.callback(lambda gone: subprocess.run(["delpart", disk, gone], check=True), str(number))
             device = Path(f"/sys/block/{disk.name}/{disk.name}p{number}/dev").read_text()
             node = machine.base / f"partition {number}"
             os.mknod(node, 0o060600, os.makedev(*map(int, device.split(":"))))
