@@ -16,7 +16,7 @@
  *  - Its grant is taken back; it asks again if it ever goes on.
  *  - Its ranges that were never started are started, when nothing else is left.
  *  - Another process's windows cannot be waited for. It does that itself when it waits for room, before it sleeps; if it
- *    is idle or dead, its bytes do not count any more after the time that the device may have taken for them.
+ *    is idle, stopped or dead, its bytes do not count any more after the time that the device may have taken for them.
  *
  * A writer's windows are touched only with its lock held, which a writer gives up while it sleeps or works for another. Locks
  * of others are only tried: whoever holds one is awake, and makes progress by itself. Order: a writer's lock, then the
@@ -52,6 +52,7 @@
 #define POLITE_NAP_NS (2 * MS)
 #define SLEEP_NS (100 * MS)   /* then signal handlers are given their chance */
 #define STALE_NS (200 * MS)   /* a process that was not heard of for this long is idle, or to be asked for */
+#define CALL_NS (1000 * MS)   /* as long as it may be in a call for: it may have been stopped (SIGSTOP) in it */
 #define FLOOR_NS (250 * MS)
 #define PRESSURE_NS (100 * MS)
 
@@ -179,12 +180,13 @@ static int64_t limit_of(const pio_device *d, const pio_member *m, int polite) {
 	return is_draining(d) ? limit : most(limit, 2 * m->window);
 }
 
-/* Does what this process said last still hold? A call may last as long as the device takes; after one, what was started
- * then has completed by now. */
+/* Does what this process said of its bytes in flight still hold? A call may last as long as the device takes; after one, what
+ * was started then has completed by now. */
 static int is_current(const pio_device *d, int slot, int64_t now) {
 	const pio_slot *s = &d->share.shared->slots[slot];
-	if (now - get(s->seen_at) < STALE_NS) return 1;
-	return get(s->in_call) && !pio_share_is_dead(&d->share, slot);
+	int64_t age = now - get(s->seen_at);
+	if (age < STALE_NS) return 1;
+	return age < CALL_NS && get(s->in_call) && !pio_share_is_dead(&d->share, slot);
 }
 
 /* What other processes have in flight; and since when the longest waiting of them waits. */
@@ -197,9 +199,9 @@ static int64_t of_others(const pio_device *d, int64_t now, int64_t *since, int *
 		const pio_slot *s = &d->share.shared->slots[i];
 		if (i == d->share.slot) continue;
 		int64_t in_flight = get(s->in_flight), waiting = get(s->waiting_since);
-		if ((in_flight <= 0 && waiting <= 0) || !is_current(d, i, now)) continue;
-		total += most(in_flight, 0);
-		if (waiting > 0 && waiting < *since) {
+		if (in_flight > 0 && is_current(d, i, now)) total += in_flight;
+		/* Who waits is heard of after each nap. */
+		if (waiting > 0 && waiting < *since && now - get(s->seen_at) < STALE_NS) {
 			*since = waiting;
 			*who = i;
 		}

@@ -107,10 +107,11 @@ class Undo(contextlib.ExitStack):
             f.truncate(size)
         return path
 
-    def loop(self, backing: Path, *, direct: bool = True) -> Path:
+    def loop(self, backing: Path, *, direct: bool = True, partitions: bool = False) -> Path:
         if not os.path.exists("/dev/loop-control"):
             pytest.skip("this machine has no loop devices")
-        device = _run("losetup", "--find", "--show", *(["--direct-io=on"] if direct else []), backing)
+        options = [*(["--direct-io=on"] if direct else []), *(["--partscan"] if partitions else [])]
+        device = _run("losetup", "--find", "--show", *options, backing)
         self.callback(_run, "losetup", "--detach", device)
         return Path(device)
 
@@ -297,9 +298,9 @@ class Observed(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def observed(path: Path) -> Iterator[Observed]:
-    """Have another process watch the file's pages meanwhile, from the moment it appears (see observer.py)."""
-    observer = [sys.executable, "-S", str(Path(__file__).with_name("observer.py")), str(path)]
+def observed(*paths: Path) -> Iterator[Observed]:
+    """Have another process watch the files' pages meanwhile, from the moment they appear (see observer.py)."""
+    observer = [sys.executable, "-S", str(Path(__file__).with_name("observer.py")), *map(str, paths)]
     found = Observed()
     with subprocess.Popen(observer, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -321,7 +321,7 @@ class _PacedFile(io.FileIO):
             return len(view)
         if writer is None:
             writer = self.paced()
-        if len(view) >= CHUNK:
+        if self._accepted + len(view) > CHUNK:  # from where on the C writer follows the device
             keep_cap()
         try:
             if len(view) == self.buffer_size:
