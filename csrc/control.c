@@ -214,7 +214,9 @@ static void end_of_round(pio_control *c, int64_t now) {
 		return;
 	}
 	c->window = window_for(c, c->phase == PIO_STARTING);
-	c->limit = least(most(whole_windows(c, target_of(c)), 2 * c->window), MOST_LIMIT);
+	/* One is filled while another is under writeback; where the processor is busy, that is noticed late. */
+	int64_t windows = c->rate >= FAST ? 4 : 2;
+	c->limit = least(most(whole_windows(c, target_of(c)), windows * c->window), MOST_LIMIT);
 	if (c->phase == PIO_STARTING)
 		c->phase = PIO_PROBING;
 	else if (c->limit == limit && c->window == window)
