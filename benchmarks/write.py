@@ -144,7 +144,7 @@ def targets(runs: dict[str, list[Run]], kind: str, limited: bool) -> Targets:
         t.at_least("BALANCED, auto: speed / the same without overlayfs", without, 0.75)
         t.equal("engine", ", ".join(dict.fromkeys(r["stats"]["engine"] for r in runs["balanced"])), "advise")
     for name, own in runs.items():
-        if "allowed_in_flight" not in own[0]:
+        if not own[0].get("allowed_in_flight"):
             continue
         allowed = own[0]["allowed_in_flight"] / MIB
         if kind == "overlayfs" and not METHODS[name].below:
