@@ -37,9 +37,9 @@
  *
  * Drain. In a standing queue of our own making no window's delay is the base. So every ten seconds, and to begin with, a few
  * small windows are sent one by one: that is the probe downwards. Small ones, because the time that a large one takes to be
- * transferred is not known from the rate: a device with a burst allowance lets one through much faster than many. After each
- * drain come rounds with the full limit, until one changes nothing: that is where polite writers, who leave room unused, learn
- * the rate from.
+ * transferred is not known from the rate: a device with a burst allowance lets one through much faster than many. Where no
+ * round was valid for a minute, since polite writers leave room unused, rounds with the full limit follow, until one changes
+ * nothing.
  *
  * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few large
  * ones ahead are less of a queue than many small ones. But in a pipe of little content they are most of what is in flight. So:
@@ -75,6 +75,7 @@
 #define WINDOW_TIME (MS * 15 / 100)
 #define ROUND (50 * MS)
 #define PROBE_ROUND (40 * MS)
+#define PROBE_EVERY (60 * SECOND)
 #define PROBE_PATIENCE (SECOND / 2)
 #define RATE_AGE (SECOND / 2)     /* of one of two generations */
 #define LONG_BASE_AGE (300 * SECOND)
@@ -164,7 +165,7 @@ static void note_drained(pio_control *c, int64_t now, int64_t delay, const pio_s
 	c->drained_delay = c->drained_most = c->drained_least = 0;
 	c->drained = 0;
 	c->drain_since = now;
-	c->phase = c->rate ? PIO_PROBING : PIO_STARTING;
+	c->phase = c->rate == 0 ? PIO_STARTING : now - c->probed_at >= PROBE_EVERY ? PIO_PROBING : PIO_STEADY;
 	c->round_since = 0;
 }
 
@@ -208,13 +209,16 @@ static int64_t target_of(const pio_control *c) {
 static void end_of_round(pio_control *c, int64_t now) {
 	int64_t limit = c->limit, window = c->window;
 
+	c->probed_at = now;
 	note_rate(c, now, scaled(c->delivered - c->round_delivered, SECOND, now - c->round_since));
 	if (c->phase == PIO_STARTING && target_of(c) >= c->limit && c->limit < MOST_LIMIT) {
 		c->limit *= 2;
 		return;
 	}
 	c->window = window_for(c, c->phase == PIO_STARTING);
-	c->limit = least(most(whole_windows(c, target_of(c)), 2 * c->window), MOST_LIMIT);
+	/* One is filled while another is under writeback; where the processor is busy, that is noticed late. */
+	int64_t windows = c->rate >= FAST ? 4 : 2;
+	c->limit = least(most(whole_windows(c, target_of(c)), windows * c->window), MOST_LIMIT);
 	if (c->phase == PIO_STARTING)
 		c->phase = PIO_PROBING;
 	else if (c->limit == limit && c->window == window)
@@ -268,7 +272,10 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 	if (polite && c->phase == PIO_STEADY && c->long_base) note_politeness(c, now, delay, s);
 	if (c->phase == PIO_DRAINING) note_drained(c, now, delay, s);
 	/* If the producer is too slow to be probed with, that is polite enough. */
-	if (c->phase == PIO_PROBING && now - c->drain_since > PROBE_PATIENCE + 16 * c->base) c->phase = PIO_STEADY;
+	if (c->phase == PIO_PROBING && now - c->drain_since > PROBE_PATIENCE + 16 * c->base) {
+		c->phase = PIO_STEADY;
+		c->probed_at = now;
+	}
 	if (c->phase == PIO_STEADY && now - c->drain_since >= DRAIN_EVERY) {
 		c->phase = PIO_DRAINING;
 		c->drain_since = now;

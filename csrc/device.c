@@ -47,7 +47,7 @@
 #define LEAST_WINDOW (64 * 1024)
 #define MOST_WINDOW (1024 * 1024)
 #define MS ((int64_t)1000000)
-#define IDLE_NS (2 * MS)      /* a grant that was not used for this long may be taken back */
+#define IDLE_NS (6 * MS)      /* a grant not used for this long may be taken back; Python lets threads wait for 5 ms */
 #define NAP_NS (20 * MS)      /* of the first in line: news may get lost with a process that is killed */
 #define POLITE_NAP_NS (2 * MS)
 #define SLEEP_NS (100 * MS)   /* then signal handlers are given their chance */
@@ -114,23 +114,40 @@ static void device_free(pio_device *d) {
 	free(d);
 }
 
-/* Makes the writer one of the device's. 0, or why it keeps a budget of its own: -ENOMEM, -EMFILE (too many devices). */
+static int is_device(const pio_device *d, uint64_t id, uint64_t sequence, int with_others) {
+	return d && d->id == id && d->sequence == sequence && d->with_others == with_others;
+}
+
+/* Where the device is in the registry, or where it can go: an empty place, or that of one that nobody uses any more. */
+static int find_place(uint64_t id, uint64_t sequence, int with_others) {
+	int place = -1;
+	for (int i = 0; i < DEVICES; i++) {
+		const pio_device *d = registry[i];
+		if (is_device(d, id, sequence, with_others)) return i;
+		if (place < 0 || (registry[place] && !d)) place = !d || d->references == 0 ? i : place;
+	}
+	return place;
+}
+
+/* Makes the writer one of the device's. 0, or why it keeps a budget of its own: -ENOMEM, -EMFILE (too many devices). A device
+ * stays when its last writer leaves, since the next file is often on the same one. */
 int pio_device_join(pio_member *m, uint32_t major, uint32_t minor, int with_others) {
 	static pthread_once_t once = PTHREAD_ONCE_INIT;
 	uint64_t id = pio_disk_of(major, minor), sequence = pio_disk_sequence(id);
-	int empty = -1, found = -1;
+	int rc = 0;
 
 	pthread_once(&once, watch_forks);
 	pthread_mutex_lock(&registry_lock);
-	for (int i = 0; i < DEVICES && found < 0; i++) {
-		if (!registry[i])
-			empty = empty < 0 ? i : empty;
-		else if (registry[i]->id == id && registry[i]->sequence == sequence && registry[i]->with_others == with_others)
-			found = i;
+	int place = find_place(id, sequence, with_others);
+	if (place < 0) {
+		rc = -EMFILE;
+	} else if (!is_device(registry[place], id, sequence, with_others)) {
+		if (registry[place]) device_free(registry[place]);
+		registry[place] = device_new(id, sequence, with_others);
+		if (!registry[place]) rc = -ENOMEM;
 	}
-	if (found < 0 && empty >= 0 && (registry[empty] = device_new(id, sequence, with_others))) found = empty;
-	if (found >= 0) {
-		pio_device *d = registry[found];
+	if (rc == 0) {
+		pio_device *d = registry[place];
 		pthread_mutex_lock(&d->lock);
 		d->references++;
 		m->generation = generation;
@@ -140,7 +157,7 @@ int pio_device_join(pio_member *m, uint32_t major, uint32_t minor, int with_othe
 		pthread_mutex_unlock(&d->lock);
 	}
 	pthread_mutex_unlock(&registry_lock);
-	return found >= 0 ? 0 : empty < 0 ? -EMFILE : -ENOMEM;
+	return rc;
 }
 
 static pio_device *device_of(const pio_member *m) {
@@ -396,12 +413,9 @@ void pio_device_leave(pio_member *m) {
 	int64_t now = SYS.now();
 	publish(d, now);
 	tell(d, now);
-	int unused = --d->references == 0;
+	d->references--;
 	pthread_mutex_unlock(&d->lock);
-	for (int i = 0; unused && i < DEVICES; i++)
-		if (registry[i] == d) registry[i] = NULL;
 	pthread_mutex_unlock(&registry_lock);
-	if (unused) device_free(d);
 }
 
 void pio_device_started(const pio_member *m, int64_t now, int64_t bytes, pio_stamp *s) {

@@ -165,7 +165,8 @@ typedef struct pio_control {
 	int64_t base_before;                       /* and of minima */
 	int64_t long_now, long_before, long_since;
 	int64_t drain_since, drained_delay, drained_least, drained_most;
-	int64_t share; /* of the rate that polite writers take, in 1024ths */
+	int64_t probed_at; /* when a round was valid last */
+	int64_t share;     /* of the rate that polite writers take, in 1024ths */
 	int64_t share_at;
 	int64_t least_delay; /* of the last few of theirs */
 	int32_t phase;

@@ -49,7 +49,7 @@ static int claim(pio_share *s) {
 	return -EAGAIN;
 }
 
-static int open_file(uint64_t device, uint64_t sequence) {
+static int open_file(uint64_t device) {
 	char directory[64], path[128];
 	pio_status status;
 	unsigned int user = SYS.user();
@@ -60,17 +60,19 @@ static int open_file(uint64_t device, uint64_t sequence) {
 	rc = SYS.path_status(directory, &status); /* of the link, if it is one */
 	if (rc < 0) return rc;
 	if (status.mode != (040000 | 0700) || status.user != user) return -EPERM;
-	snprintf(path, sizeof path, "%s/%d-%u:%u-%llu", directory, LAYOUT, (unsigned int)(device >> 32),
-		 (unsigned int)(device & 0xffffffffU), (unsigned long long)sequence);
+	snprintf(path, sizeof path, "%s/%d-%u:%u", directory, LAYOUT, (unsigned int)(device >> 32),
+		 (unsigned int)(device & 0xffffffffU));
 	return SYS.open_or_create(path, 0600);
 }
 
-static int open_shared(pio_share *s, uint64_t device, uint64_t sequence) {
+static int open_shared(pio_share *s, uint64_t device) {
 	void *address;
-	s->fd = open_file(device, sequence);
+	s->fd = open_file(device);
 	if (s->fd < 0) return s->fd;
 	/* A file of zeros is what it should be before anybody wrote to it. */
 	int rc = SYS.ftruncate(s->fd, (int64_t)sizeof(pio_shared));
+	/* A hole would be filled at the first touch, and a full /dev/shm be a signal that nobody expects. */
+	if (rc == 0) rc = SYS.fallocate(s->fd, 0, 0, (int64_t)sizeof(pio_shared));
 	if (rc == 0) rc = SYS.map_shared(s->fd, sizeof(pio_shared), &address);
 	if (rc == 0) {
 		s->shared = address;
@@ -84,18 +86,22 @@ static int open_shared(pio_share *s, uint64_t device, uint64_t sequence) {
 	return rc;
 }
 
-/* With the other processes on the device, or, where that cannot be had, alone. 0, or -ENOMEM. */
+/* With the other processes on the device, the `sequence`th of its number, or, where that cannot be had, alone. 0, or -ENOMEM. */
 int pio_share_open(pio_share *s, uint64_t device, uint64_t sequence, int with_others) {
 	s->fd = -1;
 	s->slot = 0;
-	if (!with_others || open_shared(s, device, sequence) < 0) {
+	if (!with_others || open_shared(s, device) < 0) {
 		void *memory;
 		if (posix_memalign(&memory, _Alignof(pio_shared), sizeof(pio_shared)) != 0) return -ENOMEM;
 		s->shared = memset(memory, 0, sizeof(pio_shared));
 		s->shared->slots_used = 1;
 	}
 	if (pio_share_lock_control(s)) {
-		if (s->shared->control.limit == 0) pio_control_init(&s->shared->control);
+		/* Nobody was here before, or on another disk that had this number. */
+		if (s->shared->control.limit == 0 || s->shared->sequence != sequence) {
+			pio_control_init(&s->shared->control);
+			s->shared->sequence = sequence;
+		}
 		pio_share_unlock_control(s);
 	}
 	return 0;

@@ -14,6 +14,7 @@ typedef struct pio_slot {
 
 typedef struct pio_shared {
 	pio_control control;
+	uint64_t sequence; /* of the disk: which of those that had this number */
 	int32_t updating; /* whoever died at this left `control` in pieces */
 	int32_t slots_used;
 	pio_slot slots[PIO_PROCESSES];

@@ -225,7 +225,9 @@ class Kernel:
     def available(self, _fd: int) -> int:
         return self.room
 
-    def fallocate(self, _fd: int, mode: int, off: int, length: int) -> int:
+    def fallocate(self, fd: int, mode: int, off: int, length: int) -> int:
+        if mode == 0:  # of the memory that is shared with other processes
+            return int(self.real["fallocate"](fd, mode, off, length))
         assert mode == KEEP_SIZE
         assert length > 0
         self.allocated.append((off, off + length))
