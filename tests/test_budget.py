@@ -162,7 +162,7 @@ def directory(slow: FileSystem) -> Iterator[Path]:
 
 # ---- many writers -------------------------------------------------------------------------------------------------
 
-WRITERS, SIZE = 16, 10 * MIB
+WRITERS, SIZE = 16, 16 * MIB
 
 
 @needs_cachestat
