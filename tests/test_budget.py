@@ -748,7 +748,7 @@ def test_a_rate_holds_with_an_automatic_limit(ext4: FileSystem, polite: bool) ->
 
 
 def test_each_writer_keeps_a_rate_of_its_own(tmp_path: Path) -> None:
-    rates, seconds = (20_000_000, 40_000_000), 0.25
+    rates, seconds = (20_000_000, 40_000_000), 0.125
     with simulated() as kernel:
         begin, slept = kernel.now(), kernel.clock
         files = [pacedio.open(tmp_path / str(rate), "wb", 0, pacing=Pacing(rate=rate)) for rate in rates]
