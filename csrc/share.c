@@ -119,9 +119,12 @@ void pio_share_close(pio_share *s) {
 	SYS.close(s->fd);
 }
 
-/* The lock belongs to the open file, which the child has now as well: it must not hold the parent's slot after its death. */
+/* The lock belongs to the open file, which the child has now as well, by its descriptor and by its mapping: it must not hold
+ * the parent's slot after its death. */
 void pio_share_forget(pio_share *s) {
-	if (s->fd >= 0) SYS.close(s->fd);
+	if (s->fd < 0) return;
+	SYS.munmap(s->shared, sizeof(pio_shared));
+	SYS.close(s->fd);
 }
 
 int pio_share_is_dead(const pio_share *s, int slot) {

@@ -385,34 +385,42 @@ def slots_taken(file: Path) -> int:
     return sum(1 for lock in locks if lock[5].endswith(inode) and lock[6] != "0")
 
 
+# A parent and its child, both with a writer open; the child closes its copy of the parent's, and stays until told.
+PARENT_AND_CHILD = """
+import os, signal, sys
+import pacedio
+parent = pacedio.open(sys.argv[1] + "/parent", "wb", 0)
+parent.write(bytes(1 << 20))
+if os.fork() == 0:
+    child = pacedio.open(sys.argv[1] + "/child", "wb", 0)
+    child.write(bytes(1 << 20))
+    parent.close()
+    print(child.stats.share, flush=True)
+    sys.stdin.read()
+    child.close()
+    print(child.stats.bytes, flush=True)
+else:
+    signal.pause()
+"""
+
+
 @needs_shared_memory
-def test_a_forked_child_has_a_slot_of_its_own(machine: Machine) -> None:
+def test_a_forked_child_has_a_slot_of_its_own_and_not_its_parents(machine: Machine) -> None:
     with machine.mounted("ext4") as fresh:
         device = fresh.directory.stat().st_dev
         forget(device)
-        parent = pacedio.open(fresh.directory / "parent", "wb", 0)
-        parent.write(bytes(MIB))
-        (shared,) = shared_files(device)
-        assert slots_taken(shared) == 1
-        heard, say = os.pipe()
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                inherited = slots_taken(shared)
-                own = pacedio.open(fresh.directory / "child", "wb", 0)
-                own.write(bytes(MIB))
-                both = slots_taken(shared)
-                parent.close()
-                own.close()
-                os.write(say, f"{inherited} {both}".encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert os.read(heard, 100) == b"1 2"
-        os.close(heard)
-        os.close(say)
-        assert slots_taken(shared) == 1
-        assert parent.stats.share == "host"
-        parent.close()
+        command = [sys.executable, "-c", PARENT_AND_CHILD, str(fresh.directory)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+            assert parent.stdin is not None
+            assert parent.stdout is not None
+            assert parent.stdout.readline() == "host\n"
+            (shared,) = shared_files(device)
+            assert slots_taken(shared) == 2
+            parent.kill()
+            parent.wait()
+            assert slots_taken(shared) == 1
+            parent.stdin.close()
+            assert parent.stdout.read() == f"{MIB}\n"
 
 
 @needs_shared_memory
