@@ -30,7 +30,7 @@ from pacedio._native import ffi, lib
 
 DEVICES: dict[str, Callable[[], Device]] = {
     "disk with seeks": Disk,
-    "SATA SSD": lambda: Device(520e6, 100_000, jitter=0.5),
+    "SATA SSD": lambda: Device(520e6, 120_000, jitter=0.5),
     "NVMe SSD": Nvme,
     "NFS over 1 GbE": lambda: Device(117e6, MS, jitter=0.3),
     "network volume": lambda: Device(200e6, 2 * MS),
