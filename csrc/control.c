@@ -28,9 +28,10 @@
  *     limit = rate x (base + slack) + window
  *
  * rate x base + window keeps the pipe full, for its delay and for the window that passes through it; slack, while a completion
- * is noticed and the next window is filled and started, and through the device's whims. Where the pipe is not full,
- * rate = limit / delay, so that the formula is then above the limit, which therefore grows until it is full: that is the probe
- * upwards, and needs no case of its own. If the device becomes slower the maximum expires; if it becomes faster the limit grows again.
+ * is noticed and the next window is filled and started, and through the device's whims. Where the pipe is not full, rate =
+ * limit / delay, so that the formula is then above the limit, which therefore grows until it is full: that is the probe
+ * upwards, and needs no case of its own. If the device becomes slower the maximum expires; if it becomes faster the limit
+ * grows again.
  *
  * Start. The limit begins with FIRST_LIMIT and doubles each round for as long as the formula is not below it. A device of
  * 20 MB/s thus never has more than that first limit queued, a fast one is known within a few tens of MiB.
