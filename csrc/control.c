@@ -27,10 +27,11 @@
  *     slack = time for a waiter to get the processor + time from there to the next start + mean deviation of delays
  *     limit = rate x (base + slack) + window
  *
- * rate x base + window keeps the pipe full, for its delay and for the window that passes through it; slack, while a completion is noticed and
- * the next window is filled and started, and through the device's whims. Where the pipe is not full, rate = limit / delay, so that the formula is then above the limit, which therefore
- * grows until it is: that is the probe upwards, and needs no case of its own. If the device becomes slower the maximum
- * expires; if it becomes faster the limit grows again.
+ * rate x base + window keeps the pipe full, for its delay and for the window that passes through it; slack, while a completion
+ * is noticed and the next window is filled and started, and through the device's whims. Where the pipe is not full, rate =
+ * limit / delay, so that the formula is then above the limit, which therefore grows until it is full: that is the probe
+ * upwards, and needs no case of its own. If the device becomes slower the maximum expires; if it becomes faster the limit
+ * grows again.
  *
  * Start. The limit begins with FIRST_LIMIT and doubles each round for as long as the formula is not below it. A device of
  * 20 MB/s thus never has more than that first limit queued, a fast one is known within a few tens of MiB.
@@ -43,8 +44,8 @@
  *
  * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few large
  * ones ahead are less of a queue than many small ones. But in a pipe of little content they are most of what is in flight. So:
- * what the pipe holds without them, and no less than a device of this rate takes in 150 microseconds; beyond 1 GB/s, where the
- * processor's time for each window counts, 512 KiB.
+ * what the pipe holds without them, and no less than a device of this rate takes in 150 microseconds; from 1 GB/s on,
+ * where the processor's time for each window counts, no less than 512 KiB.
  *
  * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
  * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
@@ -169,7 +170,7 @@ static void note_drained(pio_control *c, int64_t now, int64_t delay, const pio_s
 	c->round_since = 0;
 }
 
-/* As TCP has it (RFC 6298). */
+/* As TCP has it (RFC 6298), but the deviation over more samples. */
 static void note_deviation(pio_control *c, int64_t delay) {
 	if (c->mean == 0) c->mean = delay;
 	c->deviation += ((delay > c->mean ? delay - c->mean : c->mean - delay) - c->deviation) / 16;
@@ -284,8 +285,8 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 }
 
 /*
- * Somebody was stalled on I/O for `stalled` of the last `interval` ns, and polite writers were for `own` of it. Who gives way
- * wants to know of the others; the two overlap, and are taken as independent: (1 - stalled) = (1 - own) x (1 - others). The
+ * Somebody was stalled on I/O for `stalled` of the last `interval` ns, and this process's writers were for `own` of it. Who gives
+ * way wants to know of the others; the two overlap, and are taken as independent: (1 - stalled) = (1 - own) x (1 - others). The
  * kernel weighs processors, so that one stalled writer on an idle machine counts for less than its time: what is seen of the
  * others is the least that there is, and shows more clearly the less we do ourselves.
  */

@@ -238,7 +238,7 @@ enum {
 
 typedef struct pio_options {
 	int64_t window; /* bytes; 0: as the controller has it */
-	int64_t limit;  /* bytes; 0: as the controller has it, in a budget shared with other writers */
+	int64_t limit;  /* bytes; 0: as the controller has it, in a budget shared with other writers (if polite, both) */
 	int64_t rate;   /* bytes a second; 0: no cap */
 	int polite;     /* yield to neighbours */
 	int share;      /* the budget with other processes */

@@ -3,7 +3,7 @@
 
 #include "pacedio.h"
 
-/* A process, as the others on this device see it. Only itself writes here. */
+/* A process, as the others on this device see it. Only itself writes here; others count up `word`, to wake it. */
 typedef struct pio_slot {
 	_Alignas(64) int64_t seen_at; /* when it last did anything, on the monotonic clock */
 	int64_t in_flight;            /* bytes */

@@ -6,8 +6,8 @@
  * its turn: others who need room then wait for its windows (device.c). pio_write accepts one window at the most: the
  * caller's signal handlers run between two calls, and a writer that is stalled can be interrupted at the next window.
  *
- * A writer whose limit follows the device joins it when its file is about to become larger than JOIN_AT: until then it is
- * a small file, which pays for nothing.
+ * A writer whose limit follows the device joins it when it is about to have written more than JOIN_AT: until then its file
+ * may be a small one, which pays for nothing.
  *
  * The file position is the descriptor's own, and is read before each write (one cheap call for up to a window). So
  * O_APPEND, a descriptor that is shared, and a child process that wrote in between need no case of their own.

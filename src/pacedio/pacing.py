@@ -177,24 +177,27 @@ def _preallocate_of(value: int | str) -> int | str:
 
 
 class Pacing:
-    """How a file is paced. Frozen, hashable, compares by value; the attributes are the numbers that hold.
+    """How a file is paced. Frozen, hashable, compares by value; sizes and rates are kept in bytes.
 
     window
-        Bytes that are started, waited for and dropped as a unit, a multiple of the page size. Default: "auto", 64 to
-        512 KiB as the device needs it; if only `limit` is given in bytes, at most a quarter and at least a 256th of it.
+        Bytes that are started, waited for and dropped as a unit, a multiple of the page size. Default: "auto", 64 KiB
+        to 1 MiB as the device needs it; if only `limit` is given in bytes, 512 KiB, but at most a quarter and at
+        least a 256th of it.
     limit
         The most bytes in flight. "auto", the default: as few as keep the device busy, found out while writing, in one
-        budget with all other writers to the same device whose limit is "auto". In bytes: of this file alone, at least
-        one window, at most 256. A neighbour's fsync waits for the bytes in flight, so less is kinder; too little leaves
-        the device idle between windows.
+        budget with all other writers to the same device whose limit is "auto", and at most a quarter of the background
+        threshold (`pacedio.observe.limit_cap`) if that is more than a window (two, where `window` is in bytes). In
+        bytes: of this file alone, at least one window, at most 256. A neighbour's fsync waits for the bytes in flight,
+        so less is kinder; too little leaves the device idle between windows.
     polite
-        Whether to give way to neighbours: takes at most 60 % of what the device delivers, less when its windows take
+        Whether to give way to neighbours: takes at most 65 % of what the device delivers, less when its windows take
         longer than they do on an idle device or others are stalled (/proc/pressure/io), down to a sixteenth, and
-        recovers within two seconds.
+        recovers within two seconds. Other writers of the budget come first, for up to 250 ms. A `limit` in bytes holds
+        beside the automatic one, which is then shared as well.
     share
-        Whom the budget of an automatic limit is shared with: "host", all processes of this user on this host (or in
-        this container), through files in /dev/shm; "process", only this process. Without a /dev/shm of its own to write
-        in, a process is alone anyway, and `stats` says so.
+        Whom the budget of an automatic limit is shared with: "host", up to 64 processes of this user on this host (or
+        in this container), through files in /dev/shm; "process", only this process. Without a directory of its user's
+        own there, or a place among the 64, a process is alone anyway, and `stats` says so.
     rate
         The most bytes a second that are accepted from the caller, or None for no cap.
     engine
@@ -281,8 +284,8 @@ class Pacing:
         put(self, "preallocate", _preallocate_of(preallocate))
 
     def replace(self, **changes: object) -> Pacing:
-        """The same with some arguments changed, and checked anew. What is not named keeps its number: a larger
-        `window` may need a larger `limit` beside it, or `limit=None` for the default that goes with it.
+        """The same with some arguments changed, and checked anew. What is not named stays as it is: a larger
+        `window` may need a larger `limit` beside it, or `limit=None` for the automatic one.
         """
         return _restore({**self._arguments(), **changes})
 

@@ -105,14 +105,16 @@ class WriteStats:
     limited_by
         Why the limit is what it is: "device" (more would only wait in its queue), "cgroup" (a quarter of the background
         threshold that applies to this process's memory cgroup, or to the machine), "configuration" (the caller named
-        it), "engine" (it does not tell when windows complete, so the limit is fixed), or None: not found out yet.
+        it), "engine" (`datasync` does not tell when a window completed, so the limit is fixed at 2 MiB or, if that is
+        more, a window; `none` has no limit), or None: not found out yet.
     base_delay_seconds, delivery_rate
         Of the device, as an automatic limit has it: the least time of late from the start of a window to its
         completion, and the most bytes a second of late; None where not known.
     share
         Whom an automatic limit is shared with: all processes of this user on the "host", or only this "process".
     stalls, stall_seconds, longest_stall_seconds
-        Waits that really blocked the caller (50 microseconds or more), outside of `sync`.
+        Waits for a window that really blocked the caller (50 microseconds or more), outside of `sync`: its own or, in a
+        shared budget, that of another writer. The time until it is its turn, or the rate admits more, is no stall.
     sync_seconds
         Spent in `sync`, including its starts and waits; 0 if nothing was synced.
     verified_dirty_pages
@@ -481,7 +483,8 @@ class PacedWriter(_Buffered):
 
     It behaves as the io.BufferedWriter that `open` returns, and in addition
 
-    - never has more than `limit` bytes in flight, and blocks in `write` only while it would exceed them;
+    - never has more than `limit` bytes in flight (together with those it shares an automatic limit with), and blocks in
+      `write` only while it would exceed them or its rate;
     - syncs when it is closed, unless it was opened with `sync=False`; an exception that leaves its `with` block is
       never hidden by an error of that close;
     - fails for good with the first error of the data: every later call raises it again, `close` once more;
