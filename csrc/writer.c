@@ -96,7 +96,12 @@ static void join(pio_writer *w) {
 	w->member.limit = w->options.limit;
 	w->member.window = w->options.window;
 	w->member.polite = w->options.polite;
-	if (pio_device_join(&w->member, status.dev_major, status.dev_minor, w->options.share) < 0) return;
+	if (pio_device_join(&w->member, status.dev_major, status.dev_minor, w->options.share) < 0) {
+		free(w->stamps);
+		w->stamps = NULL;
+		w->follows = 0; /* the limit stays what it is before joining */
+		return;
+	}
 	pio_device_enter(&w->member);
 	settle(w);
 }
