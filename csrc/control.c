@@ -42,10 +42,10 @@
  * round was valid for a minute, since polite writers leave room unused, rounds with the full limit follow, until one changes
  * nothing.
  *
- * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few large
- * ones ahead are less of a queue than many small ones. But in a pipe of little content they are most of what is in flight. So:
- * what the pipe holds without them, and no less than a device of this rate takes in 150 microseconds; from 1 GB/s on,
- * where the processor's time for each window counts, no less than 512 KiB.
+ * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few
+ * large ones ahead are less of a queue than many small ones. But in a pipe of little content they are most of what is in
+ * flight. So: what the pipe holds without them, and no less than a device of this rate takes in 150 microseconds; from 1 GB/s
+ * on, where the processor's time for each window counts, no less than 512 KiB.
  *
  * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
  * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
@@ -285,10 +285,11 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 }
 
 /*
- * Somebody was stalled on I/O for `stalled` of the last `interval` ns, and this process's writers were for `own` of it. Who gives
- * way wants to know of the others; the two overlap, and are taken as independent: (1 - stalled) = (1 - own) x (1 - others). The
- * kernel weighs processors, so that one stalled writer on an idle machine counts for less than its time: what is seen of the
- * others is the least that there is, and shows more clearly the less we do ourselves.
+ * Somebody was stalled on I/O for `stalled` of the last `interval` ns, and this process's writers were for `own` of it. Who
+ * gives way wants to know of the others; the two overlap, and are taken as independent:
+ * (1 - stalled) = (1 - own) x (1 - others). The kernel weighs processors, so that one stalled writer on an idle machine counts
+ * for less than its time: what is seen of the others is the least that there is, and shows more clearly the less we do
+ * ourselves.
  */
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval) {
 	int64_t free_of_own = interval - own;
@@ -311,7 +312,7 @@ int64_t pio_control_window(const pio_control *c, int polite) {
 	return polite && c->phase == PIO_STEADY ? most(c->window / 2, LEAST_WINDOW) : c->window;
 }
 
-/* Bytes a second that polite writers may accept together; 0: not known yet. */
+/* Bytes a second that a polite writer may accept; 0: no cap, outside of the steady phase. */
 int64_t pio_control_polite_rate(const pio_control *c) {
 	return c->phase != PIO_STEADY ? 0 : most(c->rate / FULL_SHARE * c->share, 1);
 }

@@ -3,9 +3,9 @@
  *
  * Theory of operation
  * -------------------
- * The file holds the device's controller and a slot for each process, in which only that process writes (others count up `word`,
- * to wake it). So nothing has to be locked to read how much is in flight, and a process that is killed at any moment leaves
- * nothing locked:
+ * The file holds the device's controller and a slot for each process, in which only that process writes (others count up
+ * `word`, to wake it). So nothing has to be locked to read how much is in flight, and a process that is killed at any moment
+ * leaves nothing locked:
  *
  *  - A slot belongs to whoever holds the lock on one byte of the file (an open file description's record lock, fcntl(2)). The
  *    kernel releases it when the process ends, however it ends, and whoever looks for a slot takes it over. A waiting process
@@ -87,7 +87,7 @@ static int open_shared(pio_share *s, uint64_t device) {
 	return rc;
 }
 
-/* With the other processes on the device, the `sequence`th of its number, or, where that cannot be had, alone. 0, or -ENOMEM. */
+/* With the other processes on the device, the `sequence`th of its number, or alone where that cannot be had. 0, or -ENOMEM. */
 int pio_share_open(pio_share *s, uint64_t device, uint64_t sequence, int with_others) {
 	s->fd = -1;
 	s->slot = 0;

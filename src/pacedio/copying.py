@@ -42,6 +42,9 @@ def copy_contents(
     :raises SourceError: reading failed. What precedes the failure in the source was written.
     :raises OSError: writing failed; `WritebackError` where bytes accepted earlier were lost.
 
+    Where `target` allocates ahead (`Pacing`, `preallocate`), the blocks of what is to be copied are allocated at once,
+    holes excepted, and what is left over is released at the end.
+
     The source is opened again for reading, and closed: that releases the fcntl(2) record locks that this process holds
     on it, as closing any descriptor of a file does.
 

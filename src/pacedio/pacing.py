@@ -338,7 +338,7 @@ def _restore(arguments: dict[str, object]) -> Pacing:
 
 BALANCED = Pacing()
 """The default: as few bytes in flight as keep the device busy, pages dropped behind; full speed, and a neighbour's
-fsync stays near its quiet latency."""
+fsync stays within a few times its quiet latency."""
 
 RECIPE = Pacing(window="8MiB", limit="16MiB", drop_cache=False)
 """8 MiB windows, one behind, pages kept: the widespread recipe (Borg, Redis), here for comparison."""

@@ -108,8 +108,8 @@ class WriteStats:
         it), "engine" (`datasync` does not tell when a window completed, so the limit is fixed at 2 MiB or, if that is
         more, a window; `none` has no limit), or None: not found out yet.
     base_delay_seconds, delivery_rate
-        Of the device, as an automatic limit has it: the least time of late from the start of a window to its
-        completion, and the most bytes a second of late; None where not known.
+        Of the device, as an automatic limit has it: the least time of late from the start of a small window (64 KiB),
+        with no other under writeback, to its completion, and the most bytes a second of late; None where not known.
     share
         Whom an automatic limit is shared with: all processes of this user on the "host", or only this "process".
     stalls, stall_seconds, longest_stall_seconds
