@@ -201,7 +201,8 @@ static int64_t limit_of(const pio_device *d, const pio_member *m, int polite) {
  * was started then has completed by now. */
 static int is_current(const pio_device *d, int slot, int64_t now) {
 	const pio_slot *s = &d->share.shared->slots[slot];
-	int64_t age = now - get(s->seen_at);
+	/* A time to come is no news, but garbage, or of another clock. */
+	uint64_t age = (uint64_t)now - (uint64_t)get(s->seen_at);
 	if (age < STALE_NS) return 1;
 	return age < CALL_NS && get(s->in_call) && !pio_share_is_dead(&d->share, slot);
 }
@@ -218,7 +219,7 @@ static int64_t of_others(const pio_device *d, int64_t now, int64_t *since, int *
 		int64_t in_flight = get(s->in_flight), waiting = get(s->waiting_since);
 		if (in_flight > 0 && is_current(d, i, now)) total += in_flight;
 		/* Who waits is heard of after each nap. */
-		if (waiting > 0 && waiting < *since && now - get(s->seen_at) < STALE_NS) {
+		if (waiting > 0 && waiting < *since && (uint64_t)now - (uint64_t)get(s->seen_at) < STALE_NS) {
 			*since = waiting;
 			*who = i;
 		}
