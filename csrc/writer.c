@@ -69,13 +69,14 @@ static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static void settle(pio_writer *w) {
 	const pio_window *p = &w->plan;
 	if (!w->member.device) return;
-	int64_t oldest = p->started_count ? w->stamps[(p->starts - (uint64_t)p->started_count) % PIO_WINDOWS].started : 0;
+	/* A window that was started before the writer joined has no stamp, and is older than all others. */
+	int64_t oldest = p->started_count ? most(w->stamps[(p->starts - (uint64_t)p->started_count) % PIO_WINDOWS].started, 1) : 0;
 	pio_device_settle(&w->member, p->dirty_bytes + p->started_bytes, p->dirty_bytes, oldest);
 }
 
 /* Takes over what the device's controller says by now. */
 static void adapt(pio_writer *w) {
-	if (!w->member.device) return;
+	if (!pio_device_has(&w->member)) return; /* in a forked child as well: window and limit stay */
 	w->plan.window = pio_device_window(&w->member);
 	w->plan.limit = most(pio_device_limit(&w->member), w->plan.window);
 	if (!w->options.polite) return;
@@ -209,7 +210,7 @@ static int wait(pio_writer *w, pio_range r, int64_t *took) {
 		*took = now - begin;
 		/* A sync of the data covers every window, not only the one it was made for. */
 		if (rc == 0 && w->engine.kind == PIO_DATASYNC) w->synced_starts = starts;
-		if (w->stamps && rc == 0)
+		if (w->stamps && rc == 0 && w->stamps[number % PIO_WINDOWS].started)
 			pio_device_completed(&w->member, now, &w->stamps[number % PIO_WINDOWS],
 					     *took >= BLOCKED_NS ? *took : 0);
 	}
@@ -332,16 +333,18 @@ static int keep_rate(pio_writer *w, int64_t n) {
 /* How many bytes may be written at `off`, at most one window, if `n` are to be; or an error. */
 static int64_t room_for(pio_writer *w, int64_t off, int64_t n) {
 	int64_t room;
-	int rc;
-	do {
+	for (;;) {
 		adapt(w);
 		room = make_room(w, off);
 		if (room < 0 || !paces(w)) return room;
 		if (!w->member.device) break;
 		settle(w);
-		rc = admit(w, off, least(n, room), room);
+		int rc = admit(w, off, least(n, room), room);
+		if (rc == 0) break;
+		/* Whoever looked after the windows meanwhile, this writer or another, may have met an error of its data. */
+		if (rc > 0) rc = refusal(w);
 		if (rc < 0) return rc;
-	} while (rc == AGAIN);
+	}
 	return room;
 }
 
