@@ -386,6 +386,20 @@ void pio_device_settle(pio_member *m, int64_t in_flight, int64_t dirty, int64_t 
 	pthread_mutex_unlock(&d->lock);
 }
 
+/* The writer will not write for a while. */
+void pio_device_give_back(pio_member *m) {
+	pio_device *d = device_of(m);
+	if (!d) return;
+	pthread_mutex_lock(&d->lock);
+	if (m->ahead > 0) {
+		int64_t now = SYS.now();
+		take_back(d, m);
+		publish(d, now);
+		tell(d, now);
+	}
+	pthread_mutex_unlock(&d->lock);
+}
+
 /* Around every call of the writer that may block: what is under way is no old news. */
 void pio_device_enter(const pio_member *m) {
 	pio_device *d = device_of(m);

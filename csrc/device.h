@@ -42,6 +42,7 @@ void pio_device_enter(const pio_member *m);
 void pio_device_exit(const pio_member *m);
 int pio_device_ask(pio_member *m, int64_t need, int idle, pio_member **whom);
 int pio_device_sleep(pio_member *m);
+void pio_device_give_back(pio_member *m);
 void pio_device_settle(pio_member *m, int64_t in_flight, int64_t dirty, int64_t oldest);
 void pio_device_started(const pio_member *m, int64_t now, int64_t bytes, pio_stamp *s);
 void pio_device_completed(pio_member *m, int64_t now, const pio_stamp *s, int64_t blocked);

@@ -323,11 +323,17 @@ static int admit(pio_writer *w, int64_t off, int64_t n, int64_t room) {
 	}
 }
 
-/* Sleeps until the rate admits `n` bytes. -EINTR: a signal came first, and nothing was accepted. */
+/* Sleeps until the rate admits `n` bytes. -EINTR: a signal came first, and nothing was accepted. Who sleeps for its own sake
+ * must not hold up others: they get its grant, and may look after its windows. */
 static int keep_rate(pio_writer *w, int64_t n) {
 	if (w->rate.rate == 0) return 0;
 	int64_t delay = pio_rate_delay(&w->rate, SYS.now(), n);
-	return delay > 0 ? SYS.sleep(delay) : 0;
+	if (delay <= 0) return 0;
+	pio_device_give_back(&w->member);
+	pthread_mutex_unlock(&w->lock);
+	int rc = SYS.sleep(delay);
+	pthread_mutex_lock(&w->lock);
+	return rc < 0 ? rc : refusal(w);
 }
 
 /* How many bytes may be written at `off`, at most one window, if `n` are to be; or an error. */
@@ -351,16 +357,16 @@ static int64_t room_for(pio_writer *w, int64_t off, int64_t n) {
 static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	int64_t off = 0, largest = pio_rate_piece(&w->rate);
 
+	if (n > (uint64_t)largest) n = (size_t)largest;
+	int rc = keep_rate(w, (int64_t)n);
+	if (rc < 0) return rc;
 	if (paces(w) && (off = offset(w)) < 0) return off;
 	if (paces(w)) {
-		int64_t wanted = n > INT64_MAX ? INT64_MAX : (int64_t)n;
-		int64_t room = room_for(w, off, least(wanted, largest));
+		int64_t room = room_for(w, off, (int64_t)n);
 		if (room < 0) return room;
 		largest = least(room, pio_rate_piece(&w->rate));
 	}
 	if (n > (uint64_t)largest) n = (size_t)largest;
-	int rc = keep_rate(w, (int64_t)n);
-	if (rc < 0) return rc;
 
 	if (paces(w)) {
 		pio_prealloc_before(&w->ahead, off);

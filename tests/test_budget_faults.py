@@ -9,14 +9,16 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machine import FileSystem, Machine
 
 import pacedio
 from pacedio import Pacing
+from pacedio._native import ffi, lib
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -151,3 +153,63 @@ def test_a_forked_childs_copy_of_a_writer_writes_on(ext4: FileSystem) -> None:
     path = ext4.directory / "file"
     subprocess.run([sys.executable, "-c", FORKS, str(path)], check=True, timeout=HANGING)
     assert path.stat().st_size == 16 * MIB
+
+
+def finishes(work: Callable[[], object]) -> bool:
+    """In a thread that a hang leaves behind."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(HANGING)
+    return not thread.is_alive()
+
+
+@pytest.fixture
+def one_window(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The budget is that of one small window: whoever keeps any of it is in everybody's way."""
+    monkeypatch.setattr("pacedio.writer._cap_due", float("inf"))
+    lib.pio_set_cap(64 * KIB)
+    try:
+        yield
+    finally:
+        lib.pio_set_cap(0)
+
+
+@contextlib.contextmanager
+def replaced(name: str, function: Callable[..., int]) -> Iterator[None]:
+    """An entry of the system call table."""
+    table = lib.pio_sys_table
+    real = getattr(table, name)
+    callback: Any = ffi.callback(ffi.typeof(real), function)
+    setattr(table, name, callback)
+    try:
+        yield
+    finally:
+        setattr(table, name, real)
+
+
+def write(file_system: FileSystem, size: int = 2 * MIB, share: str = "process") -> None:
+    with pacedio.open(file_system.directory / "other", "wb", sync=False, pacing=Pacing(share=share)) as f:
+        f.write(bytes(size))
+
+
+@pytest.mark.usefixtures("one_window")
+def test_who_sleeps_for_its_rate_holds_nobody_up(ext4: FileSystem) -> None:
+    real = lib.pio_sys_table.sleep
+    finished: list[bool] = []
+    written = 0
+
+    def sleep(ns: int) -> int:
+        if not finished and written % (64 * KIB) != 0:  # a part of a window is written, and room granted for the rest
+            finished.append(finishes(lambda: write(ext4)))
+        return int(real(ns))
+
+    path = ext4.directory / "slow"
+    with (
+        pacedio.open(path, "wb", sync=False, pacing=Pacing(rate="10MB/s", share="process")) as f,
+        replaced("sleep", sleep),
+    ):
+        while not finished:  # the first burst does not sleep
+            f.write(bytes(20 * KIB))
+            f.flush()
+            written += 20 * KIB
+    assert finished == [True]
