@@ -461,6 +461,7 @@ static int sync(pio_writer *w) {
 	int whole = !decided(w) || !paces(w) || w->engine.kind == PIO_DATASYNC;
 	if (!whole) rc = finish(w);
 	if (rc == 0) {
+		settle(w); /* the sync itself may take long, and nobody is to wait for room meanwhile */
 		rc = pio_engine_sync(&w->engine);
 		if (rc < 0) return fail(w, rc, 1);
 		if (w->engine.kind == PIO_DATASYNC) {

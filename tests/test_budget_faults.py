@@ -213,3 +213,21 @@ def test_who_sleeps_for_its_rate_holds_nobody_up(ext4: FileSystem) -> None:
             f.flush()
             written += 20 * KIB
     assert finished == [True]
+
+
+@pytest.mark.usefixtures("one_window")
+def test_who_syncs_holds_nobody_up(ext4: FileSystem) -> None:
+    """All windows are complete by the time that the data are synced, which may take long for other reasons."""
+    real = lib.pio_sys_table.fdatasync
+    finished: list[bool] = []
+
+    def fdatasync(fd: int) -> int:
+        if not finished:
+            finished.append(finishes(lambda: write(ext4)))
+        return int(real(fd))
+
+    with pacedio.open(ext4.directory / "synced", "wb", pacing=Pacing(share="process")) as f:
+        f.write(bytes(1000 * KIB))
+        with replaced("fdatasync", fdatasync):
+            f.sync()
+    assert finished == [True]
