@@ -197,12 +197,15 @@ static int64_t limit_of(const pio_device *d, const pio_member *m, int polite) {
 	return is_draining(d) ? limit : most(limit, 2 * m->window);
 }
 
+/* How old a process's news are, and a millisecond more: it may have spoken since `now` was read. A time to come beyond that is no
+ * news, but garbage, or of another clock, and counts as very old. */
+static uint64_t age_of(const pio_slot *s, int64_t now) { return (uint64_t)now + MS - (uint64_t)get(s->seen_at); }
+
 /* Does what this process said of its bytes in flight still hold? A call may last as long as the device takes; after one, what
  * was started then has completed by now. */
 static int is_current(const pio_device *d, int slot, int64_t now) {
 	const pio_slot *s = &d->share.shared->slots[slot];
-	/* A time to come is no news, but garbage, or of another clock. */
-	uint64_t age = (uint64_t)now - (uint64_t)get(s->seen_at);
+	uint64_t age = age_of(s, now);
 	if (age < STALE_NS) return 1;
 	return age < CALL_NS && get(s->in_call) && !pio_share_is_dead(&d->share, slot);
 }
@@ -219,7 +222,7 @@ static int64_t of_others(const pio_device *d, int64_t now, int64_t *since, int *
 		int64_t in_flight = get(s->in_flight), waiting = get(s->waiting_since);
 		if (in_flight > 0 && is_current(d, i, now)) total += in_flight;
 		/* Who waits is heard of after each nap. */
-		if (waiting > 0 && waiting < *since && (uint64_t)now - (uint64_t)get(s->seen_at) < STALE_NS) {
+		if (waiting > 0 && waiting < *since && age_of(s, now) < STALE_NS) {
 			*since = waiting;
 			*who = i;
 		}

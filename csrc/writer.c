@@ -357,6 +357,15 @@ static int64_t room_for(pio_writer *w, int64_t off, int64_t n) {
 static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	int64_t off = 0, largest = pio_rate_piece(&w->rate);
 
+	if (w->rate.rate != 0 && paces(w)) {
+		/* First what is to be waited for anyway: after a sleep every window is complete, and nobody knows since when. */
+		if ((off = offset(w)) < 0) return off;
+		adapt(w);
+		int64_t room = make_room(w, off);
+		if (room < 0) return room;
+		settle(w);
+		largest = pio_rate_piece(&w->rate);
+	}
 	if (n > (uint64_t)largest) n = (size_t)largest;
 	int rc = keep_rate(w, (int64_t)n);
 	if (rc < 0) return rc;
