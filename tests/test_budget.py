@@ -691,7 +691,7 @@ def test_a_small_cgroup_is_what_limits(small_cgroup: Path, machine: Machine) -> 
     # On a disk that would be given more.
     with (
         machine.slow_disk(delay=0.02) as deep,
-        workers(deep.directory, 1, 32 * MIB, cgroup=cgroup) as (worker,),
+        workers(deep.directory, 1, 96 * MIB, cgroup=cgroup) as (worker,),
         observed(worker.path) as seen,
     ):
         worker.go()
