@@ -33,6 +33,10 @@
  * upwards, and needs no case of its own. If the device becomes slower the maximum expires; if it becomes faster the limit
  * grows again.
  *
+ * Many writers. With more of them than windows in the budget, room is granted to one that then has to fill its window, while
+ * others wait for the processor to do so. What is held that way is in flight, but not on the device. So the limit grows by what
+ * the device delivers in that time, to twice the above at the most.
+ *
  * Start. The limit begins with FIRST_LIMIT and doubles each round for as long as the formula is not below it. A device of
  * 20 MB/s thus never has more than that first limit queued, a fast one is known within a few tens of MiB.
  *
@@ -73,6 +77,7 @@
 #define FAST ((int64_t)1000 * 1000 * 1000) /* bytes a second, from where on the processor's time for a window counts */
 #define WAKE (MS / 10) /* until a waiter has the processor, now and then */
 #define MOST_SLACK MS /* or half the base, if that is more */
+#define MOST_HELD (10 * MS)
 #define WINDOW_TIME (MS * 15 / 100)
 #define ROUND (50 * MS)
 #define PROBE_ROUND (40 * MS)
@@ -125,8 +130,10 @@ void pio_control_forget(pio_control *c, int64_t now) {
 	c->delivered = delivered;
 }
 
-/* `bytes` were started, which makes `in_flight` on this device, `dirty` of them not started. */
-void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty, pio_stamp *s) {
+/* `bytes` were started, room for which was `granted` at that time, which makes `in_flight` on this device, `dirty` of them not
+ * started. */
+void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty, int64_t granted,
+			 pio_stamp *s) {
 	s->started = now;
 	s->bytes = bytes;
 	s->delivered = c->delivered;
@@ -134,6 +141,7 @@ void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64
 	/* Room for another window, and nobody has taken it: the producer is the slower side. */
 	s->demanded = in_flight + c->window > c->limit;
 	s->gap = now - c->seen_at;
+	s->held = now - granted;
 }
 
 /* A small window went, alone if all is well. The drain ends after a few, or many that are fast. */
@@ -204,7 +212,8 @@ static int64_t whole_windows(const pio_control *c, int64_t bytes) {
 
 static int64_t target_of(const pio_control *c) {
 	int64_t slack = least(WAKE + c->gap + c->deviation, most(c->base / 2, MOST_SLACK));
-	return content(c->rate, c->base + slack) + c->window;
+	int64_t target = content(c->rate, c->base + slack) + c->window;
+	return target + least(content(c->rate, most(c->held - c->gap, 0)), target);
 }
 
 static void end_of_round(pio_control *c, int64_t now) {
@@ -269,7 +278,10 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 
 	int64_t delay = most(now - s->started, 1);
 	if (c->phase == PIO_STEADY && s->demanded) note_deviation(c, delay);
-	if (s->demanded) c->gap += (least(s->gap, MOST_SLACK) - c->gap) / 16;
+	if (s->demanded) {
+		c->gap += (least(s->gap, MOST_SLACK) - c->gap) / 16;
+		c->held += (least(s->held, MOST_HELD) - c->held) / 16;
+	}
 	if (polite && c->phase == PIO_STEADY && c->long_base) note_politeness(c, now, delay, s);
 	if (c->phase == PIO_DRAINING) note_drained(c, now, delay, s);
 	/* If the producer is too slow to be probed with, that is polite enough. */

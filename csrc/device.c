@@ -330,6 +330,7 @@ again:;
 		d->total += need;
 		m->ahead = need;
 		m->since = 0;
+		m->granted_at = now;
 		publish(d, now);
 		tell(d, now);
 		answer = PIO_GRANTED;
@@ -436,17 +437,18 @@ void pio_device_leave(pio_member *m) {
 	pthread_mutex_unlock(&registry_lock);
 }
 
-void pio_device_started(const pio_member *m, int64_t now, int64_t bytes, pio_stamp *s) {
+/* `bytes` of the writer's dirty ones are about to be started. */
+void pio_device_started(pio_member *m, int64_t now, int64_t bytes, pio_stamp *s) {
 	pio_device *d = device_of(m);
 	int64_t since;
 	int who;
 	if (!d) return;
 	int64_t dirty = 0;
 	pthread_mutex_lock(&d->lock);
+	/* At once, not only when the writer settles: for another one that starts meanwhile they are under writeback. */
+	m->dirty = most(m->dirty - bytes, 0);
 	for (const pio_member *other = d->members; other; other = other->next) dirty += other->dirty + other->ahead;
-	/* The writer's own word on what is dirty is from before this start. */
-	dirty = most(dirty - bytes, 0);
-	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, s);
+	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, m->granted_at, s);
 	pthread_mutex_unlock(&d->lock);
 }
 

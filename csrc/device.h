@@ -21,6 +21,7 @@ typedef struct pio_member {
 	int64_t dirty;
 	int64_t ahead;       /* granted, not written yet */
 	int64_t oldest;      /* when the oldest of its windows under writeback was started; 0: none */
+	int64_t granted_at;  /* when it was granted room last */
 	int64_t used_at;     /* when it last wrote */
 	int64_t since;       /* when it began to want room; 0: it does not */
 	int waiting;         /* it is asleep */
@@ -44,7 +45,7 @@ int pio_device_ask(pio_member *m, int64_t need, int idle, pio_member **whom);
 int pio_device_sleep(pio_member *m);
 void pio_device_give_back(pio_member *m);
 void pio_device_settle(pio_member *m, int64_t in_flight, int64_t dirty, int64_t oldest);
-void pio_device_started(const pio_member *m, int64_t now, int64_t bytes, pio_stamp *s);
+void pio_device_started(pio_member *m, int64_t now, int64_t bytes, pio_stamp *s);
 void pio_device_completed(pio_member *m, int64_t now, const pio_stamp *s, int64_t blocked);
 int64_t pio_device_limit(const pio_member *m);
 int64_t pio_device_window(const pio_member *m);

@@ -137,6 +137,7 @@ typedef struct pio_stamp {
 	int64_t bytes;
 	int64_t delivered; /* by the device, as far as was known then */
 	int64_t gap;       /* since a window was last seen to be complete */
+	int64_t held;      /* since room for it was granted */
 	int alone;         /* nothing else was in flight */
 	int demanded;      /* the producer used the room that there was */
 } pio_stamp;
@@ -156,7 +157,7 @@ typedef struct pio_control {
 	int64_t base;   /* delay of a small window on its own, the least of late */
 	int64_t long_base;
 	int64_t mean, deviation; /* of the delay */
-	int64_t gap;             /* from a completion to the next start, on average */
+	int64_t gap, held;       /* from a completion, and from a grant, to the next start, on average */
 	int64_t delivered; /* bytes, ever */
 	int64_t seen_at;   /* when a window was last seen to be complete */
 	int64_t round_delivered;
@@ -179,7 +180,7 @@ void pio_control_init(pio_control *c);
 int pio_control_is_stale(const pio_control *c, int64_t now);
 void pio_control_forget(pio_control *c, int64_t now);
 void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty,
-			 pio_stamp *s);
+			 int64_t granted, pio_stamp *s);
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval);
 int64_t pio_control_limit(const pio_control *c, int polite);

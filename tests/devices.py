@@ -262,10 +262,11 @@ def write(
             delay = lib.pio_rate_delay(rate, now, window // 2)
             now += delay + WAKE if delay else 0
             lib.pio_rate_accepted(rate, now, window)
+        granted = now
         now += round(window * SECOND / producer(now))
         total += window
         stamp = ffi.new("pio_stamp *")
-        lib.pio_control_started(control, now, window, total, 0, stamp)
+        lib.pio_control_started(control, now, window, total, 0, granted, stamp)
         at = now - begin  # devices begin at zero
         complete = device.submit(at, window)
         started.append((stamp, begin + complete, window))

@@ -208,7 +208,7 @@ def test_limits_windows_and_rates_stay_in_their_bounds(sequence: list[Any], now:
     for size, wait, took, beside, blocked, polite in sequence:
         now += wait
         stamp = ffi.new("pio_stamp *")
-        lib.pio_control_started(control, now, size, size + beside, 0, stamp)
+        lib.pio_control_started(control, now, size, size + beside, 0, now - took, stamp)
         now += took
         lib.pio_control_completed(control, now, stamp, blocked, polite)
         assert LEAST_WINDOW <= control.window <= MIB
