@@ -211,7 +211,6 @@ Node 0, zone  Movable
         protection: (0, 0, 0, 0, 0)
 """
 COUNTS = """\
-nr_free_pages 500000
 nr_zone_inactive_file 7
 nr_inactive_file 300000
 nr_active_file 240000
@@ -220,6 +219,7 @@ nr_writeback 5000
 """
 MACHINE: Tree = {
     "proc/vmstat": COUNTS + "nr_dirty_threshold 199951\nnr_dirty_background_threshold 99853\npgpgin 12\n",
+    "proc/meminfo": "MemTotal:        8000000 kB\nMemFree:         2000000 kB\nMemAvailable:    4000000 kB\n",
     "proc/zoneinfo": ZONEINFO,
     "proc/sys/vm/dirty_ratio": "20\n",
     "proc/sys/vm/dirty_background_ratio": "10\n",
@@ -511,8 +511,8 @@ def test_the_reserve_is_left_out_where_nobody_tells_it(tmp_path: Path) -> None:
 
 
 def test_a_reserve_larger_than_what_is_free(tmp_path: Path) -> None:
-    few = COUNTS.replace("500000", "40000") + "nr_dirty_threshold 2\nnr_dirty_background_threshold 1\n"
-    assert dirty_thresholds(root=plant(tmp_path, MACHINE, {"proc/vmstat": few})).dirtyable == 540001 * PAGE
+    few: Tree = {"proc/meminfo": "MemTotal: 8000000 kB\nMemFree: 160000 kB\n"}
+    assert dirty_thresholds(root=plant(tmp_path, MACHINE, few)).dirtyable == 540001 * PAGE
 
 
 @pytest.mark.parametrize("missing", ["proc/vmstat", "proc/sys/vm/dirty_background_bytes", "proc/sys/vm/dirty_ratio"])
@@ -589,7 +589,7 @@ def machine_dirtyable() -> int:
 
 def test_thresholds_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
-    for name in ("vmstat", "zoneinfo", "sys"):
+    for name in ("vmstat", "meminfo", "zoneinfo", "sys"):
         (tmp_path / "proc" / name).symlink_to(f"/proc/{name}")
     found = dirty_thresholds(root=str(tmp_path))  # without its cgroups
     assert found.source == "machine"

@@ -219,7 +219,8 @@ class _Source:
         vmstat = b"\n" + _contents(f"{self._root}/proc/vmstat")
         if self._reserve is None:
             self._reserve = _reserve(_contents_or_nothing(f"{self._root}/proc/zoneinfo"))
-        free = _number(vmstat, b"nr_free_pages")
+        # In kB. Where memory is brought online bit by bit, vmstat's nr_free_pages is less than the kernel reckons with.
+        free = _number(b"\n" + _contents(f"{self._root}/proc/meminfo"), b"MemFree:") * 1024 // _PAGE
         files = _number(vmstat, b"nr_active_file") + _number(vmstat, b"nr_inactive_file")
         dirtyable = free - min(free, self._reserve) + files + 1
         dirty = _number(vmstat, b"nr_dirty_threshold")
@@ -365,9 +366,11 @@ def _unescaped(field: bytes) -> bytes:
 
 
 def _number(text: bytes, name: bytes) -> int:
-    """The number behind a name at the beginning of a line, but not of the text; 0 if there is none."""
+    """The number behind a name at the beginning of a line, but not of the text, in kB or without a unit; 0 if there is
+    none.
+    """
     at = text.find(b"\n" + name + b" ")
-    return 0 if at < 0 else int(text[at + len(name) + 2 : text.find(b"\n", at + 1)])
+    return 0 if at < 0 else int(text[at + len(name) + 2 : text.find(b"\n", at + 1)].removesuffix(b"kB"))
 
 
 def _contents(path: str) -> bytes:
