@@ -166,8 +166,7 @@ def finishes(work: Callable[[], object]) -> bool:
 @pytest.fixture
 def one_window(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The budget is that of one small window: whoever keeps any of it is in everybody's way."""
-    monkeypatch.setattr("pacedio.writer._cap_due", float("inf"))
-    lib.pio_set_cap(64 * KIB)
+    monkeypatch.setattr("pacedio.writer.limit_cap", lambda: 64 * KIB)
     try:
         yield
     finally:

@@ -23,12 +23,12 @@ import errno
 import io
 import os
 from _weakref import ref
-from time import monotonic
 
 from pacedio import _native
 from pacedio._buffered import _Buffered
 from pacedio._native import ffi, lib
 from pacedio.exceptions import WritebackError
+from pacedio.observe import limit_cap
 from pacedio.pacing import BALANCED, Pacing, format_seconds, format_size
 
 TYPE_CHECKING = False  # typing is too slow to import
@@ -251,21 +251,12 @@ def _options(pacing: Pacing) -> Any:
 _BALANCED_OPTIONS = _options(BALANCED)
 
 
-_cap_due = 0.0  # when to look again at what the kernel bears, by time.monotonic()
-
-
 def keep_cap() -> None:
-    """Once a second, tell the C side what may be in flight before the kernel itself stops the writers of this process.
+    """Tell the C side what may be in flight before the kernel itself stops the writers of this process.
 
     It is a matter of the memory cgroup and of what others have dirty, and changes while a big file is written.
     """
-    global _cap_due  # noqa: PLW0603
-    now = monotonic()
-    if now >= _cap_due:
-        from pacedio import observe
-
-        _cap_due = now + 1
-        lib.pio_set_cap(observe.limit_cap() or 0)
+    lib.pio_set_cap(limit_cap() or 0)
 
 
 _pio_write = lib.pio_write  # looked up once: they are called for every small file
