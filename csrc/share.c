@@ -24,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "control.h"
 #include "sys.h"
@@ -60,7 +61,7 @@ static int open_file(uint64_t device) {
 	if (rc < 0 && rc != -EEXIST) return rc;
 	rc = SYS.path_status(directory, &status); /* of the link, if it is one */
 	if (rc < 0) return rc;
-	if (status.mode != (040000 | 0700) || status.user != user) return -EPERM;
+	if (status.mode != (S_IFDIR | 0700) || status.user != user) return -EPERM;
 	snprintf(path, sizeof path, "%s/%d-%u:%u", directory, LAYOUT, (unsigned int)(device >> 32),
 		 (unsigned int)(device & 0xffffffffU));
 	return SYS.open_or_create(path, 0600);
@@ -70,10 +71,9 @@ static int open_shared(pio_share *s, uint64_t device) {
 	void *address;
 	s->fd = open_file(device);
 	if (s->fd < 0) return s->fd;
-	/* A file of zeros is what it should be before anybody wrote to it. */
-	int rc = SYS.ftruncate(s->fd, (int64_t)sizeof(pio_shared));
-	/* A hole would be filled at the first touch, and a full /dev/shm be a signal that nobody expects. */
-	if (rc == 0) rc = SYS.fallocate(s->fd, 0, 0, (int64_t)sizeof(pio_shared));
+	/* It grows to this if it is smaller; zeros are what it should be before anybody wrote to it. A hole would be filled
+	 * at the first touch, and a full /dev/shm be a signal that nobody expects. */
+	int rc = SYS.fallocate(s->fd, 0, 0, (int64_t)sizeof(pio_shared));
 	if (rc == 0) rc = SYS.map_shared(s->fd, sizeof(pio_shared), &address);
 	if (rc == 0) {
 		s->shared = address;

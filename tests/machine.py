@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import json
 import os
 import re
@@ -69,6 +70,27 @@ def need(*tools: str) -> None:
     for tool in tools:
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not installed")
+
+
+def descriptors() -> list[str]:
+    """This process's open ones, but those that devices keep for their next file (csrc/device.c)."""
+    gc.collect()  # what earlier tests left would be closed at any time
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            where = os.readlink(f"/proc/self/fd/{fd}")
+            if not where.startswith("/dev/shm/pacedio-"):
+                found.append(f"{fd} {where}")
+    return found
+
+
+def system_calls(script: str, *arguments: object, log: Path) -> list[str]:
+    """Those of the Python script in a process of its own, as strace shows them, from where it makes a file "begin"."""
+    if not shutil.which("strace"):
+        pytest.skip("strace is not installed")
+    subprocess.run(["strace", "-f", "-o", log, sys.executable, "-c", script, *map(str, arguments)], check=True)
+    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
+    return calls[next(i for i, call in enumerate(calls) if '/begin"' in call) :]
 
 
 def _patiently(undo: Callable[[], object], seconds: float = 5) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from machine import FileSystem
+from machine import FileSystem, descriptors
 
 from pacedio import copying, files
 from pacedio._native import ffi, lib
@@ -118,16 +118,6 @@ def resident(path: Path) -> list[int]:
 
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-def descriptors() -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            where = os.readlink(f"/proc/self/fd/{fd}")
-            if not where.startswith("/dev/shm/pacedio-"):  # which devices keep for their next file
-                found.append(f"{fd} {where}")
-    return found
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ atomic file's old content stays."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import MIB, FileSystem, Machine
+from machine import MIB, FileSystem, Machine, descriptors
 
 import pacedio
 from pacedio import Pacing
@@ -49,16 +48,6 @@ def error_of(call: Callable[[], object]) -> OSError | None:
     except OSError as e:
         return e
     return None
-
-
-def descriptors() -> list[str]:
-    """But those that devices keep for their next file (csrc/device.c)."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/shm/pacedio-"):
-                found.append(fd)
-    return found
 
 
 def check_failed_for_ever(f: Any, first: OSError) -> None:

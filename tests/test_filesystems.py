@@ -10,7 +10,6 @@ import hashlib
 import mmap
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,16 @@ from typing import Any
 
 import pytest
 from conftest import Mounts
-from machine import HAS_CACHESTAT, MIB, FileSystem, Machine, needs_cachestat, observed, remove_leftovers
+from machine import (
+    HAS_CACHESTAT,
+    MIB,
+    FileSystem,
+    Machine,
+    needs_cachestat,
+    observed,
+    remove_leftovers,
+    system_calls,
+)
 
 import pacedio
 from pacedio import Pacing
@@ -520,12 +528,7 @@ for i in range(10):
 
 
 def test_a_file_that_fills_no_window_pays_for_no_engine(ext4: FileSystem, tmp_path: Path) -> None:
-    if not shutil.which("strace"):
-        pytest.skip("strace is not installed")
-    log = tmp_path / "log"
-    subprocess.run(["strace", "-f", "-o", log, sys.executable, "-c", SMALL_FILES, ext4.directory], check=True)
-    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
-    calls = calls[next(i for i, call in enumerate(calls) if '/begin"' in call) :]
+    calls = system_calls(SMALL_FILES, ext4.directory, log=tmp_path / "log")
     assert len([call for call in calls if call.startswith("write(") and ", 4096) = 4096" in call]) == 10
     # An older strace knows cachestat only by its number, 451.
     engine = ("cachestat(", "syscall_0x1c3(", "fstatfs(", "statx(", "sync_file_range(", "fadvise64(", "ioprio_")

@@ -11,7 +11,6 @@ import fcntl
 import itertools
 import os
 import resource
-import shutil
 import struct
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 from conftest import Mounts
 from kernel import BTRFS, COMPRESSED, DELALLOC, EXT4, OVERLAYFS, TMPFS, XFS, Kernel, always, at, simulated
-from machine import KINDS, MIB, FileSystem, Machine
+from machine import KINDS, MIB, FileSystem, Machine, system_calls
 
 import pacedio
 from pacedio import Pacing
@@ -567,12 +566,7 @@ for i in range(10):
 
 
 def test_small_files_pay_nothing(ext4: FileSystem, tmp_path: Path) -> None:
-    if not shutil.which("strace"):
-        pytest.skip("strace is not installed")
-    log = tmp_path / "log"
-    subprocess.run(["strace", "-f", "-o", log, sys.executable, "-c", SMALL, ext4.directory], check=True)
-    calls = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
-    calls = calls[next(i for i, call in enumerate(calls) if '/begin"' in call) :]
+    calls = system_calls(SMALL, ext4.directory, log=tmp_path / "log")
     assert len([call for call in calls if call.startswith("fdatasync(")]) == 10
     ours = ("fallocate(", "ftruncate(", "fstatfs(", "statx(")
     assert [call for call in calls if call.startswith(ours) or "FS_IOC" in call or "mountinfo" in call] == []
