@@ -53,8 +53,9 @@
  *
  * Politeness. A polite writer leaves the pipe partly empty: it takes at most POLITE of rate and product. Windows that take
  * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
- * own (PSI) lower its share by a quarter each time; without either it recovers within two seconds. It never goes below a
- * sixteenth of the rate.
+ * own (PSI) lower its share by a quarter each time, or by half where they take much longer; without either it recovers
+ * within two seconds. It never goes below a sixteenth of the rate. While the limit is being learned, a polite writer adds half
+ * of what is known to fit in, each round, instead of doubling it: nobody's first second has to suffer a queue of ours.
  *
  * The rate that a caller asks for is kept as ATM's generic cell rate algorithm does (ITU-T I.371): `due` is when the bytes
  * accepted so far should have been accepted at exactly this rate, and more may come once they would be ahead of it by no
@@ -70,6 +71,7 @@
 
 #define FIRST_LIMIT (1024 * KIB)
 #define FIRST_WINDOW (512 * KIB)
+#define FAST_WINDOW (512 * KIB)
 #define LEAST_WINDOW (64 * KIB)
 #define MOST_WINDOW (1024 * KIB)
 #define MOST_LIMIT (PIO_WINDOWS / 2 * MOST_WINDOW)
@@ -96,7 +98,7 @@
 #define FULL_SHARE 1024
 #define POLITE (FULL_SHARE * 65 / 100)
 #define LEAST_SHARE (FULL_SHARE / 16)
-#define LOOKS 8
+#define LOOKS 4
 #define CROWDED (MS / 2)
 #define PRESSED 16 /* at most this part of what is left of the time */
 #define RECOVERY (2 * SECOND)
@@ -133,13 +135,14 @@ void pio_control_forget(pio_control *c, int64_t now) {
 /* `bytes` were started, room for which was `granted` at that time, which makes `in_flight` on this device, `dirty` of them not
  * started. */
 void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty, int64_t granted,
-			 pio_stamp *s) {
+			 int polite, pio_stamp *s) {
 	s->started = now;
 	s->bytes = bytes;
 	s->delivered = c->delivered;
 	s->alone = in_flight - dirty <= bytes;
 	/* Room for another window, and nobody has taken it: the producer is the slower side. */
-	s->demanded = in_flight + c->window > c->limit;
+	polite = polite && c->phase == PIO_STARTING;
+	s->demanded = in_flight + pio_control_window(c, polite) > (polite ? pio_control_limit(c, polite) : c->limit);
 	s->gap = now - c->seen_at;
 	s->held = now - granted;
 }
@@ -197,7 +200,7 @@ static void note_rate(pio_control *c, int64_t now, int64_t rate) {
 
 static int64_t window_for(const pio_control *c, int first) {
 	int64_t wanted = most(content(c->rate, c->base) * 11 / 10, content(c->rate, WINDOW_TIME));
-	if (c->rate >= FAST) wanted = most(wanted, FIRST_WINDOW);
+	if (c->rate >= FAST) wanted = most(wanted, FAST_WINDOW);
 	int64_t window = LEAST_WINDOW;
 	/* The power of two that is nearest. Once there, a smaller one only for a reason. */
 	while (window < MOST_WINDOW && wanted >= (c->window > window && !first ? window * 17 / 12 : window * 3 / 2)) window *= 2;
@@ -209,6 +212,9 @@ static int64_t whole_windows(const pio_control *c, int64_t bytes) {
 	int64_t limit = (bytes + c->window - c->window / 4) / c->window * c->window;
 	return limit == c->limit - c->window && bytes > limit + c->window / 8 ? c->limit : limit;
 }
+
+/* One is filled while another is under writeback; where the processor is busy, that is noticed late. */
+static int64_t least_windows(const pio_control *c) { return c->rate >= FAST ? 4 : 2; }
 
 static int64_t target_of(const pio_control *c) {
 	int64_t slack = least(WAKE + c->gap + c->deviation, most(c->base / 2, MOST_SLACK));
@@ -226,9 +232,7 @@ static void end_of_round(pio_control *c, int64_t now) {
 		return;
 	}
 	c->window = window_for(c, c->phase == PIO_STARTING);
-	/* One is filled while another is under writeback; where the processor is busy, that is noticed late. */
-	int64_t windows = c->rate >= FAST ? 4 : 2;
-	c->limit = least(most(whole_windows(c, target_of(c)), windows * c->window), MOST_LIMIT);
+	c->limit = least(most(whole_windows(c, target_of(c)), least_windows(c) * c->window), MOST_LIMIT);
 	if (c->phase == PIO_STARTING)
 		c->phase = PIO_PROBING;
 	else if (c->limit == limit && c->window == window)
@@ -263,8 +267,9 @@ static void note_politeness(pio_control *c, int64_t now, int64_t delay, const pi
 	if (c->looks == 0 || delay < c->least_delay) c->least_delay = delay;
 	if (++c->looks < LOOKS) return;
 	c->looks = 0;
-	if (c->least_delay > base + most(base / 2, CROWDED))
-		c->share = most(c->share - c->share / 4, LEAST_SHARE);
+	int64_t crowded = most(base / 2, CROWDED);
+	if (c->least_delay > base + crowded)
+		c->share = most(c->share - c->share / (c->least_delay > base + 4 * crowded ? 2 : 4), LEAST_SHARE);
 	else if (c->share_at)
 		c->share = least(c->share + scaled(POLITE, least(now - c->share_at, RECOVERY), RECOVERY), POLITE);
 	c->share_at = now;
@@ -285,7 +290,9 @@ void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int 
 	if (polite && c->phase == PIO_STEADY && c->long_base) note_politeness(c, now, delay, s);
 	if (c->phase == PIO_DRAINING) note_drained(c, now, delay, s);
 	/* If the producer is too slow to be probed with, that is polite enough. */
-	if (c->phase == PIO_PROBING && now - c->drain_since > PROBE_PATIENCE + 16 * c->base) {
+	int64_t patience = PROBE_PATIENCE + 16 * c->base;
+	if (c->phase == PIO_PROBING &&
+	    (now - most(c->drain_since, c->probed_at) > patience || now - c->drain_since > 4 * patience)) {
 		c->phase = PIO_STEADY;
 		c->probed_at = now;
 	}
@@ -312,10 +319,13 @@ void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t 
 /* The most bytes that may be in flight on the device. */
 int64_t pio_control_limit(const pio_control *c, int polite) {
 	if (c->phase == PIO_DRAINING) return 1; /* window */
-	if (!polite || c->phase != PIO_STEADY) return c->limit;
+	if (!polite || c->phase == PIO_PROBING) return c->limit;
+	/* It starts with what the pipe holds as far as is known, and half as much again to see whether it holds more. */
+	if (c->phase == PIO_STARTING) return least(most(content(c->rate, c->base) * 3 / 2 + c->window, FIRST_LIMIT), c->limit);
+	int64_t product = content(c->rate, c->base) + c->window;
 	/* A window is being filled; but with room for it the rate alone would hold windows back, no wait would ever block, and
 	 * nobody would know how long they took. */
-	return (content(c->rate, c->base) + c->window) / FULL_SHARE * c->share + pio_control_window(c, polite) / 2;
+	return product / FULL_SHARE * c->share + pio_control_window(c, polite) / 2;
 }
 
 /* How much is to be started at once. */

@@ -83,8 +83,15 @@ void pio_set_cap(int64_t bytes) { __atomic_store_n(&cap, bytes, __ATOMIC_RELAXED
 
 /* ---- joining and leaving ---- */
 
+/* Nobody opens a device meanwhile: the child would inherit it half made, and hold its slot. */
+static void before_fork(void) { pthread_mutex_lock(&registry_lock); }
+
+static void after_fork(void) { pthread_mutex_unlock(&registry_lock); }
+
 static void forget_parent(void) {
 	generation++;
+	if (pressure_fd >= 0) SYS.close(pressure_fd);
+	pressure_fd = -1;
 	pthread_mutex_init(&registry_lock, NULL);
 	for (int i = 0; i < DEVICES; i++) {
 		if (registry[i]) pio_share_forget(&registry[i]->share);
@@ -92,7 +99,7 @@ static void forget_parent(void) {
 	}
 }
 
-static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_parent); }
+static void watch_forks(void) { pthread_atfork(before_fork, after_fork, forget_parent); }
 
 static pio_device *device_new(uint64_t id, uint64_t sequence, int with_others) {
 	pio_device *d = calloc(1, sizeof *d);
@@ -142,7 +149,9 @@ int pio_device_join(pio_member *m, uint32_t major, uint32_t minor, int with_othe
 	if (place < 0) {
 		rc = -EMFILE;
 	} else if (!is_device(registry[place], id, sequence, with_others)) {
-		if (registry[place]) device_free(registry[place]);
+		pio_device *unused = registry[place];
+		registry[place] = NULL;
+		if (unused) device_free(unused);
 		registry[place] = device_new(id, sequence, with_others);
 		if (!registry[place]) rc = -ENOMEM;
 	}
@@ -297,6 +306,17 @@ static pio_member *find_relief(pio_device *d, pio_member *asking, int64_t now, i
 	return NULL;
 }
 
+/* Are these bytes left of the last grant? They are not taken back then, until the grant is idle for as long again. */
+int pio_device_granted(pio_member *m, int64_t bytes) {
+	pio_device *d = device_of(m);
+	if (!d) return 1;
+	pthread_mutex_lock(&d->lock);
+	int enough = bytes <= m->ahead;
+	if (enough) m->used_at = SYS.now();
+	pthread_mutex_unlock(&d->lock);
+	return enough;
+}
+
 /*
  * Asks for `need` bytes in place of what is left of the last grant. PIO_GRANTED; or PIO_RELIEVE, `*whom` being the writer
  * whose oldest window is to be waited for (or ranges started); or PIO_SLEEP, then pio_device_sleep is to be called with the
@@ -448,16 +468,24 @@ void pio_device_started(pio_member *m, int64_t now, int64_t bytes, pio_stamp *s)
 	/* At once, not only when the writer settles: for another one that starts meanwhile they are under writeback. */
 	m->dirty = most(m->dirty - bytes, 0);
 	for (const pio_member *other = d->members; other; other = other->next) dirty += other->dirty + other->ahead;
-	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, m->granted_at, s);
+	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, m->granted_at, m->polite, s);
 	pthread_mutex_unlock(&d->lock);
 }
 
 /* "some avg10=0.00 avg60=0.00 avg300=0.00 total=12345", in microseconds; -1: not known. */
 static int64_t read_pressure(void) {
 	char text[256];
-	if (pressure_fd < 0) pressure_fd = SYS.open("/proc/pressure/io", O_RDONLY);
-	if (pressure_fd < 0) return -1;
-	int64_t n = SYS.pread(pressure_fd, text, sizeof text - 1, 0);
+	int fd = get(pressure_fd), none = -1;
+	if (fd < 0) {
+		fd = SYS.open("/proc/pressure/io", O_RDONLY);
+		if (fd < 0) return -1;
+		/* Of two devices at the same moment, one was first. */
+		if (!__atomic_compare_exchange_n(&pressure_fd, &none, fd, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+			SYS.close(fd);
+			fd = none;
+		}
+	}
+	int64_t n = SYS.pread(fd, text, sizeof text - 1, 0);
 	if (n <= 0) return -1;
 	text[n] = '\0';
 	const char *total = strstr(text, "total=");
@@ -511,7 +539,9 @@ int64_t pio_device_limit(const pio_member *m) {
 /* Bytes a second that a polite writer may accept; 0: no cap. */
 int64_t pio_device_rate(const pio_member *m) {
 	const pio_device *d = device_of(m);
-	return d && m->polite ? pio_control_polite_rate(control_of(d)) : 0;
+	int64_t rate = d && m->polite ? pio_control_polite_rate(control_of(d)) : 0;
+	/* What is in the shared memory must not stop anybody. */
+	return rate == 0 ? 0 : most(rate, LEAST_WINDOW);
 }
 
 void pio_device_stats(const pio_member *m, pio_stats *out) {

@@ -41,6 +41,7 @@ int pio_device_has(const pio_member *m);
 void pio_device_leave(pio_member *m);
 void pio_device_enter(const pio_member *m);
 void pio_device_exit(const pio_member *m);
+int pio_device_granted(pio_member *m, int64_t bytes);
 int pio_device_ask(pio_member *m, int64_t need, int idle, pio_member **whom);
 int pio_device_sleep(pio_member *m);
 void pio_device_give_back(pio_member *m);

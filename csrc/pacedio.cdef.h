@@ -27,6 +27,8 @@ typedef struct pio_status {
 	uint64_t mount;
 	uint32_t dev_major;
 	uint32_t dev_minor;
+	uint32_t rdev_major; /* of the device that a device node stands for */
+	uint32_t rdev_minor;
 	uint32_t user;
 } pio_status;
 
@@ -180,7 +182,7 @@ void pio_control_init(pio_control *c);
 int pio_control_is_stale(const pio_control *c, int64_t now);
 void pio_control_forget(pio_control *c, int64_t now);
 void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty,
-			 int64_t granted, pio_stamp *s);
+			 int64_t granted, int polite, pio_stamp *s);
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval);
 int64_t pio_control_limit(const pio_control *c, int polite);

@@ -123,6 +123,8 @@ static void status_from(const struct stat *s, pio_status *out) {
 	out->inode = s->st_ino;
 	out->dev_major = major(s->st_dev);
 	out->dev_minor = minor(s->st_dev);
+	out->rdev_major = major(s->st_rdev);
+	out->rdev_minor = minor(s->st_rdev);
 	out->mount = 0;
 	out->user = s->st_uid;
 }
@@ -147,6 +149,8 @@ static int sys_status(int fd, pio_status *out) {
 	out->inode = s.stx_ino;
 	out->dev_major = s.stx_dev_major;
 	out->dev_minor = s.stx_dev_minor;
+	out->rdev_major = s.stx_rdev_major;
+	out->rdev_minor = s.stx_rdev_minor;
 	out->user = s.stx_uid;
 	out->mount = 0;
 	if (s.stx_mask & (STATX_MNT_ID | STATX_MNT_ID_UNIQUE)) {

@@ -20,7 +20,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
+#include <sys/stat.h>
 
 #include "control.h"
 #include "device.h"
@@ -97,7 +97,10 @@ static void join(pio_writer *w) {
 	w->member.limit = w->options.limit;
 	w->member.window = w->options.window;
 	w->member.polite = w->options.polite;
-	if (pio_device_join(&w->member, status.dev_major, status.dev_minor, w->options.share) < 0) {
+	/* A block device is written itself, wherever its node is. */
+	uint32_t major = S_ISBLK(status.mode) ? status.rdev_major : status.dev_major;
+	uint32_t minor = S_ISBLK(status.mode) ? status.rdev_minor : status.dev_minor;
+	if (pio_device_join(&w->member, major, minor, w->options.share) < 0) {
 		free(w->stamps);
 		w->stamps = NULL;
 		w->follows = 0; /* the limit stays what it is before joining */
@@ -299,7 +302,7 @@ static int admit(pio_writer *w, int64_t off, int64_t n, int64_t room) {
 	int idle = 0;
 	pio_member *whom;
 
-	if (n <= counted || (n - counted + page - 1) / page * page <= w->member.ahead) return 0;
+	if (n <= counted || pio_device_granted(&w->member, (n - counted + page - 1) / page * page)) return 0;
 	int64_t need = (room - counted + page - 1) / page * page;
 	for (;;) {
 		int answer = pio_device_ask(&w->member, need, idle, &whom);

@@ -266,7 +266,7 @@ def write(
         now += round(window * SECOND / producer(now))
         total += window
         stamp = ffi.new("pio_stamp *")
-        lib.pio_control_started(control, now, window, total, 0, granted, stamp)
+        lib.pio_control_started(control, now, window, total, 0, granted, polite, stamp)
         at = now - begin  # devices begin at zero
         complete = device.submit(at, window)
         started.append((stamp, begin + complete, window))
