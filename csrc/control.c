@@ -57,6 +57,13 @@
  * within two seconds. It never goes below a sixteenth of the rate. While the limit is being learned, a polite writer adds half
  * of what is known to fit in, each round, instead of doubling it: nobody's first second has to suffer a queue of ours.
  *
+ * Stop and go. Some devices let through what they allow for a while as fast as it comes, and then nothing until that while is
+ * over: a control group's io.max, in slices of a tenth of a second. What is in flight there does not matter; whoever is faster
+ * stands still for the rest of each slice. So where nothing completes for a good part of two spans of half a second, bytes are
+ * accepted from all writers together at an even rate, a sixteenth above that of the spans. The device then stops for little
+ * enough to be noticed by nobody but us. Where it does not stop at all it may allow for more, and is given a quarter more, until
+ * it delivers as much as it did between its stops.
+ *
  * The rate that a caller asks for is kept as ATM's generic cell rate algorithm does (ITU-T I.371): `due` is when the bytes
  * accepted so far should have been accepted at exactly this rate, and more may come once they would be ahead of it by no
  * more than `burst`. A pause saves nothing up beyond that. The burst is a window, or 40 ms worth where that is less: 2 % of
@@ -103,6 +110,10 @@
 #define PRESSED 16 /* at most this part of what is left of the time */
 #define RECOVERY (2 * SECOND)
 
+#define SPAN (SECOND / 2)
+#define STOP (4 * MS) /* and eight times the base: nothing completed for so long */
+#define STOPPED 6     /* a part of the span that is not to be spent so */
+
 #define BURSTS_A_SECOND 25
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -135,7 +146,7 @@ void pio_control_forget(pio_control *c, int64_t now) {
 /* `bytes` were started, room for which was `granted` at that time, which makes `in_flight` on this device, `dirty` of them not
  * started. */
 void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty, int64_t granted,
-			 int polite, pio_stamp *s) {
+			 int polite, int held_back, pio_stamp *s) {
 	s->started = now;
 	s->bytes = bytes;
 	s->delivered = c->delivered;
@@ -143,6 +154,7 @@ void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64
 	/* Room for another window, and nobody has taken it: the producer is the slower side. */
 	polite = polite && c->phase == PIO_STARTING;
 	s->demanded = in_flight + pio_control_window(c, polite) > (polite ? pio_control_limit(c, polite) : c->limit);
+	s->wanted = s->demanded || held_back;
 	s->gap = now - c->seen_at;
 	s->held = now - granted;
 }
@@ -260,6 +272,46 @@ static void note_round(pio_control *c, int64_t now, const pio_stamp *s) {
 	begin_round(c, now);
 }
 
+static void begin_span(pio_control *c, int64_t now) {
+	c->span_since = now;
+	c->span_delivered = c->delivered;
+	c->span_unwanted = c->span_stopped = 0;
+}
+
+static void end_of_span(pio_control *c, int64_t now) {
+	int64_t took = now - c->span_since, delivered = c->delivered - c->span_delivered, rate = scaled(delivered, SECOND, took);
+
+	c->sustained = most(rate, c->sustained_before);
+	c->sustained_before = rate;
+	if (c->even) {
+		c->stops = c->span_stopped > 0;
+		c->even = c->sustained < c->go / 10 * 9;
+	} else if (c->span_stopped < took / STOPPED) {
+		c->stops = 0;
+	} else {
+		c->go = scaled(delivered, SECOND, most(took - c->span_stopped, 1));
+		c->even = ++c->stops > 1;
+	}
+}
+
+/* `idle`: for how long nothing was seen to complete, with this window under writeback; 0: not known. */
+static void note_span(pio_control *c, int64_t now, int64_t idle, const pio_stamp *s) {
+	if (c->phase != PIO_STEADY) {
+		c->span_since = 0;
+		return;
+	}
+	if (c->span_since == 0) {
+		begin_span(c, now);
+		return;
+	}
+	if (!s->wanted) c->span_unwanted += s->bytes;
+	if (idle > STOP + 8 * c->base) c->span_stopped += idle;
+	if (now - c->span_since < SPAN) return;
+	/* Else it was the producer who stopped. */
+	if (c->span_unwanted <= (c->delivered - c->span_delivered) / 8) end_of_span(c, now);
+	begin_span(c, now);
+}
+
 /* The least of a few delays is what counts: single ones are late for many reasons. */
 static void note_politeness(pio_control *c, int64_t now, int64_t delay, const pio_stamp *s) {
 	int64_t base = c->long_base + transfer(c, s->bytes);
@@ -277,11 +329,12 @@ static void note_politeness(pio_control *c, int64_t now, int64_t delay, const pi
 
 /* A window was found to be complete. `blocked`: its waiter was blocked until now, so now is when it completed. */
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite) {
+	int64_t delay = most(now - s->started, 1), idle = least(now - c->seen_at, delay);
 	c->seen_at = now;
 	c->delivered += s->bytes;
+	note_span(c, now, blocked ? idle : 0, s);
 	if (!blocked) return;
 
-	int64_t delay = most(now - s->started, 1);
 	if (c->phase == PIO_STEADY && s->demanded) note_deviation(c, delay);
 	if (s->demanded) {
 		c->gap += (least(s->gap, MOST_SLACK) - c->gap) / 16;
@@ -334,9 +387,12 @@ int64_t pio_control_window(const pio_control *c, int polite) {
 	return polite && c->phase == PIO_STEADY ? most(c->window / 2, LEAST_WINDOW) : c->window;
 }
 
-/* Bytes a second that a polite writer may accept; 0: no cap, outside of the steady phase. */
-int64_t pio_control_polite_rate(const pio_control *c) {
-	return c->phase != PIO_STEADY ? 0 : most(c->rate / FULL_SHARE * c->share, 1);
+/* Bytes a second that a polite writer may accept, or all others together; 0: no cap. */
+int64_t pio_control_rate(const pio_control *c, int polite) {
+	int64_t rate = c->even ? c->sustained : c->rate;
+	if (c->phase != PIO_STEADY) return 0;
+	if (polite) return most(rate / FULL_SHARE * c->share, 1);
+	return c->even ? most(rate + rate / (c->stops ? 16 : 4), 1) : 0;
 }
 
 /* ---- at what rate bytes may be accepted ---- */

@@ -55,6 +55,7 @@
 #define CALL_NS (1000 * MS)   /* as long as it may be in a call for: it may have been stopped (SIGSTOP) in it */
 #define FLOOR_NS (250 * MS)
 #define PRESSURE_NS (100 * MS)
+#define MOST_DUE (500 * MS) /* that one may have to wait for the rate; more is garbage */
 
 struct pio_device {
 	uint64_t id, sequence;
@@ -468,7 +469,9 @@ void pio_device_started(pio_member *m, int64_t now, int64_t bytes, pio_stamp *s)
 	/* At once, not only when the writer settles: for another one that starts meanwhile they are under writeback. */
 	m->dirty = most(m->dirty - bytes, 0);
 	for (const pio_member *other = d->members; other; other = other->next) dirty += other->dirty + other->ahead;
-	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, m->granted_at, m->polite, s);
+	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, m->granted_at, m->polite,
+			    m->held_back, s);
+	m->held_back = 0;
 	pthread_mutex_unlock(&d->lock);
 }
 
@@ -536,12 +539,29 @@ int64_t pio_device_limit(const pio_member *m) {
 	return m->limit > 0 ? least(limit, m->limit) : limit;
 }
 
-/* Bytes a second that a polite writer may accept; 0: no cap. */
+/* Bytes a second that this writer may accept if it is polite, or all others together; 0: no cap. */
 int64_t pio_device_rate(const pio_member *m) {
 	const pio_device *d = device_of(m);
-	int64_t rate = d && m->polite ? pio_control_polite_rate(control_of(d)) : 0;
+	int64_t rate = d ? pio_control_rate(control_of(d), m->polite) : 0;
 	/* What is in the shared memory must not stop anybody. */
-	return rate == 0 ? 0 : most(rate, LEAST_WINDOW);
+	return rate <= 0 ? 0 : most(rate, LEAST_WINDOW);
+}
+
+/* How long to wait, in ns, until the rate of all writers admits so many bytes, which are counted as accepted by this. Whoever comes
+ * next is thus behind this one, in any process. */
+int64_t pio_device_reserve(pio_member *m, int64_t now, int64_t bytes) {
+	pio_device *d = device_of(m);
+	pio_rate rate = {.rate = pio_device_rate(m)};
+	if (!d || rate.rate == 0) return 0;
+	int64_t *due = &d->share.shared->due, seen = get(*due), delay;
+	rate.burst = 2 * window_of(d, 0);
+	do {
+		rate.due = seen < now + MOST_DUE ? seen : now;
+		delay = pio_rate_delay(&rate, now, bytes);
+		pio_rate_accepted(&rate, now, bytes);
+	} while (!__atomic_compare_exchange_n(due, &seen, rate.due, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+	if (delay > 0) m->held_back = 1;
+	return least(delay, MOST_DUE);
 }
 
 void pio_device_stats(const pio_member *m, pio_stats *out) {
@@ -550,7 +570,7 @@ void pio_device_stats(const pio_member *m, pio_stats *out) {
 	int64_t bound = get(cap);
 	const pio_control *c = control_of(d);
 	out->base_delay_ns = c->base;
-	out->delivery_rate = c->rate;
+	out->delivery_rate = c->even ? c->sustained : c->rate;
 	out->shared = d->share.fd >= 0;
 	if (m->limit > 0 && m->limit <= limit_for(d, m->polite))
 		out->limited_by = PIO_BY_CONFIGURATION;

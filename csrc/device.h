@@ -24,6 +24,7 @@ typedef struct pio_member {
 	int64_t granted_at;  /* when it was granted room last */
 	int64_t used_at;     /* when it last wrote */
 	int64_t since;       /* when it began to want room; 0: it does not */
+	int held_back;       /* it slept for the device's rate, and has not started a window since */
 	int waiting;         /* it is asleep */
 	uint32_t word;       /* a futex to sleep on */
 	uint32_t seen;       /* its value when sleep was advised */
@@ -51,6 +52,7 @@ void pio_device_completed(pio_member *m, int64_t now, const pio_stamp *s, int64_
 int64_t pio_device_limit(const pio_member *m);
 int64_t pio_device_window(const pio_member *m);
 int64_t pio_device_rate(const pio_member *m);
+int64_t pio_device_reserve(pio_member *m, int64_t now, int64_t bytes);
 void pio_device_stats(const pio_member *m, pio_stats *out);
 
 #endif

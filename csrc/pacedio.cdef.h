@@ -142,6 +142,7 @@ typedef struct pio_stamp {
 	int64_t held;      /* since room for it was granted */
 	int alone;         /* nothing else was in flight */
 	int demanded;      /* the producer used the room that there was */
+	int wanted;        /* or the rate */
 } pio_stamp;
 
 enum {
@@ -172,22 +173,27 @@ typedef struct pio_control {
 	int64_t share;     /* of the rate that polite writers take, in 1024ths */
 	int64_t share_at;
 	int64_t least_delay; /* of the last few of theirs */
+	int64_t span_since, span_delivered, span_unwanted, span_stopped;
+	int64_t sustained, sustained_before; /* rate over spans, bytes a second; the larger one of the last two */
+	int64_t go;        /* what it delivered between stops, when it was last found to stop and go */
 	int32_t phase;
 	int32_t drained;    /* windows */
 	int32_t round_lost; /* the producer was the slower side in it */
 	int32_t looks;
+	int32_t stops;      /* spans in a row of which it stopped for much */
+	int32_t even;       /* bytes are accepted at an even rate, since it does */
 } pio_control;
 
 void pio_control_init(pio_control *c);
 int pio_control_is_stale(const pio_control *c, int64_t now);
 void pio_control_forget(pio_control *c, int64_t now);
 void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64_t in_flight, int64_t dirty,
-			 int64_t granted, int polite, pio_stamp *s);
+			 int64_t granted, int polite, int held_back, pio_stamp *s);
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval);
 int64_t pio_control_limit(const pio_control *c, int polite);
 int64_t pio_control_window(const pio_control *c, int polite);
-int64_t pio_control_polite_rate(const pio_control *c);
+int64_t pio_control_rate(const pio_control *c, int polite);
 
 typedef struct pio_rate {
 	int64_t rate;  /* bytes a second; 0: no cap */

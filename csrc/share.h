@@ -15,6 +15,7 @@ typedef struct pio_slot {
 typedef struct pio_shared {
 	pio_control control;
 	uint64_t sequence; /* of the disk: which of those that had this number */
+	int64_t due;       /* when what all writers but polite ones accepted was due, at the controller's rate */
 	int32_t updating; /* whoever died at this left `control` in pieces */
 	int32_t slots_used;
 	pio_slot slots[PIO_PROCESSES];

@@ -51,6 +51,8 @@ struct pio_writer {
 	pio_engine engine;
 	pio_window plan;
 	pio_rate rate;
+	int64_t reserved; /* bytes, of the rate of all writers to the device, for what is written next */
+	int64_t ready_at; /* when they are due */
 	pio_prealloc ahead;
 	pio_range last;         /* the pages of the last write */
 	uint64_t synced_starts; /* windows started before this many were are covered by a sync of the data */
@@ -326,11 +328,20 @@ static int admit(pio_writer *w, int64_t off, int64_t n, int64_t room) {
 	}
 }
 
+/* A polite writer's rate is its own, together with the one that the caller asked for; others share theirs. */
+static int is_evened(const pio_writer *w) { return !w->options.polite && pio_device_rate(&w->member) != 0; }
+
 /* Sleeps until the rate admits `n` bytes. -EINTR: a signal came first, and nothing was accepted. Who sleeps for its own sake
  * must not hold up others: they get its grant, and may look after its windows. */
 static int keep_rate(pio_writer *w, int64_t n) {
-	if (w->rate.rate == 0) return 0;
-	int64_t delay = pio_rate_delay(&w->rate, SYS.now(), n);
+	int64_t now = SYS.now(), delay = pio_rate_delay(&w->rate, now, n);
+	if (!is_evened(w)) {
+		w->ready_at = w->reserved = 0;
+	} else if (n > w->reserved) {
+		w->ready_at = now + pio_device_reserve(&w->member, now, n - w->reserved);
+		w->reserved = n;
+	}
+	delay = most(delay, w->ready_at - now);
 	if (delay <= 0) return 0;
 	pio_device_give_back(&w->member);
 	pthread_mutex_unlock(&w->lock);
@@ -360,7 +371,7 @@ static int64_t room_for(pio_writer *w, int64_t off, int64_t n) {
 static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	int64_t off = 0, largest = pio_rate_piece(&w->rate);
 
-	if (w->rate.rate != 0 && paces(w)) {
+	if (paces(w) && (w->rate.rate != 0 || is_evened(w))) {
 		/* First what is to be waited for anyway: after a sleep every window is complete, and nobody knows since when. */
 		if ((off = offset(w)) < 0) return off;
 		adapt(w);
@@ -368,6 +379,7 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 		if (room < 0) return room;
 		settle(w);
 		largest = pio_rate_piece(&w->rate);
+		if (is_evened(w)) largest = least(largest, w->plan.window);
 	}
 	if (n > (uint64_t)largest) n = (size_t)largest;
 	int rc = keep_rate(w, (int64_t)n);
@@ -392,6 +404,7 @@ static int64_t write_some(pio_writer *w, const void *buf, size_t n) {
 	if (written < 0) return fail(w, (int)written, 0);
 	w->stats.bytes += written;
 	if (w->rate.rate != 0) pio_rate_accepted(&w->rate, SYS.now(), written);
+	w->reserved = most(w->reserved - written, 0);
 	if (!paces(w) || written == 0) return written;
 
 	if (w->appends) {

@@ -116,6 +116,31 @@ class Bucket(Device):
         return self.fast if now < self.burst / (self.fast - self.rate) * SECOND else self.rate
 
 
+class Metered(Device):
+    """A control group's io.max: in each tenth of a second 5 MB at full speed, and nothing more until it is over."""
+
+    SLICE, BYTES = SECOND // 10, 5 * MB
+
+    def __init__(self) -> None:
+        super().__init__(1e9, 200_000)
+        self._slice, self._left = 0, self.BYTES
+
+    def submit(self, now: int, size: int) -> int:
+        begin = max(now, self._free)
+        if begin // self.SLICE > self._slice:
+            self._slice, self._left = begin // self.SLICE, self.BYTES
+        if size > self._left:
+            self._slice += 1
+            self._left = self.BYTES
+            begin = self._slice * self.SLICE
+        self._left -= size
+        self._free = begin + round(size * SECOND / self.rate)
+        return self._free + self.latency
+
+    def rate_at(self, now: int) -> float:
+        return self.BYTES * SECOND / self.SLICE
+
+
 class Changing(Device):
     """500 MB/s, after three seconds 100 MB/s, after six 1 GB/s."""
 
@@ -257,16 +282,20 @@ def write(
             total -= size
             delivered += size
             lib.pio_control_completed(control, now, stamp, blocked, polite)
-        if polite:
-            lib.pio_rate_set(rate, window, lib.pio_control_polite_rate(control))
-            delay = lib.pio_rate_delay(rate, now, window // 2)
+        held_back = False
+        if cap := lib.pio_control_rate(control, polite):
+            lib.pio_rate_set(rate, window, cap)
+            if not polite:
+                rate.burst = 2 * window
+            delay = lib.pio_rate_delay(rate, now, window // 2 if polite else window)
+            held_back = delay > 0 and not polite
             now += delay + WAKE if delay else 0
             lib.pio_rate_accepted(rate, now, window)
         granted = now
         now += round(window * SECOND / producer(now))
         total += window
         stamp = ffi.new("pio_stamp *")
-        lib.pio_control_started(control, now, window, total, 0, granted, polite, stamp)
+        lib.pio_control_started(control, now, window, total, 0, granted, polite, held_back, stamp)
         at = now - begin  # devices begin at zero
         complete = device.submit(at, window)
         started.append((stamp, begin + complete, window))

@@ -701,28 +701,27 @@ def test_a_slow_disk_is_known_as_such(directory: Path) -> None:
     assert seen["most"] <= 8 * MIB
 
 
-@pytest.fixture
-def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup of 64 MiB, of version 1."""
-    parent = Path("/sys/fs/cgroup/memory")
-    made = parent / f"pacedio-test-{os.getpid()}"
+@contextlib.contextmanager
+def cgroup_with(name: str, value: str) -> Iterator[str]:
+    """A cgroup of version 1: the file that lists its processes."""
+    made = Path(f"/sys/fs/cgroup/{name.partition('.')[0]}/pacedio-test-{os.getpid()}")
     try:
         made.mkdir()
-        (made / "memory.limit_in_bytes").write_text(str(64 * MIB))
+        (made / name).write_text(value)
     except OSError as e:
         with contextlib.suppress(OSError):
             made.rmdir()
-        pytest.skip(f"no memory cgroup (version 1) can be made here: {e}")
+        pytest.skip(f"no cgroup (version 1) with {name} can be made here: {e}")
     try:
-        yield made
+        yield str(made / "cgroup.procs")
     finally:
         made.rmdir()
 
 
-def test_a_small_cgroup_is_what_limits(small_cgroup: Path, machine: Machine) -> None:
-    cgroup = str(small_cgroup / "cgroup.procs")
+def test_a_small_cgroup_is_what_limits(machine: Machine) -> None:
     # On a disk that would be given more.
     with (
+        cgroup_with("memory.limit_in_bytes", str(64 * MIB)) as cgroup,
         machine.slow_disk(delay=0.02) as deep,
         workers(deep.directory, 1, 96 * MIB, cgroup=cgroup) as (worker,),
         observed(worker.path) as seen,
@@ -733,6 +732,29 @@ def test_a_small_cgroup_is_what_limits(small_cgroup: Path, machine: Machine) -> 
     assert 0 < stats["largest_cap"] < 16 * MIB
     assert stats["largest"] <= max(stats["largest_cap"], 128 * KIB)
     assert 0 < seen["most"] <= stats["largest"] + WINDOW
+
+
+def test_where_a_cgroup_lets_bytes_through_in_slices_nobody_stands_still(machine: Machine) -> None:
+    """Of each 100 ms the device takes 5 MB at its own speed, and then nothing: who is as fast waits for 90 ms."""
+    with machine.mounted("ext4") as disk:
+        device = os.stat(disk.directory).st_dev
+        what = f"{os.major(device)}:{os.minor(device)} 50000000"
+        with cgroup_with("blkio.throttle.write_bps_device", what) as cgroup:
+
+            def write(count: int, size: int) -> list[dict[str, Any]]:
+                with workers(disk.directory, count, size, cgroup=cgroup) as processes:
+                    for process in processes:
+                        process.go()
+                    return [process.finish() for process in processes]
+
+            (first,) = write(1, 128 * MIB)  # which is about to find out
+            again = [write(1, 64 * MIB)[0]["longest_stall_seconds"] for _ in range(3)]
+            together = [max(s["longest_stall_seconds"] for s in write(4, 16 * MIB)) for _ in range(3)]
+    assert first["longest_stall_seconds"] > 0.08
+    assert first["delivery_rate"] == pytest.approx(50e6, rel=0.15)
+    # A busy machine may be late at any time, but not every time.
+    assert min(again) < 0.06
+    assert min(together) < 0.06
 
 
 # ---- giving way ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from devices import (
     Contended,
     Device,
     Disk,
+    Metered,
     Nvme,
     Run,
     Shared,
@@ -92,6 +93,23 @@ def test_a_delay_that_changes_becomes_the_base(before: int, after: int) -> None:
     assert after * MS <= run.control.base < (after + 1) * MS
     assert run.efficiency() >= 0.95
     assert run.products() <= 3
+
+
+def longest_delay(run: Run) -> int:
+    return max(m.complete - m.now for m in run.moments)
+
+
+def test_a_device_that_stops_and_goes_hardly_stops() -> None:
+    device = Metered()
+    run = write(device, 20)
+    assert longest_delay(run.before(SECOND)) > 60 * MS
+    settled = run.after(4 * SECOND)
+    assert settled.efficiency() >= 0.95
+    late = sorted(m.complete - m.now for m in settled.moments)
+    assert late[len(late) * 99 // 100] < 12 * MS
+    # No cap any more: what it delivers evenly is soon taken.
+    faster = write(Device(1e9, 200_000), 20, control=run.control, begin=22 * SECOND)
+    assert faster.after(12 * SECOND).efficiency() >= 0.95
 
 
 def test_a_slow_producer_says_nothing_of_the_device() -> None:
@@ -171,7 +189,7 @@ def test_pressure_of_others_is_told_from_our_own() -> None:
 def test_a_polite_writer_beside_one_that_is_not_learns_from_it() -> None:
     device = Device(400e6, 2 * MS)
     run = write(device, 3)
-    assert int(lib.pio_control_polite_rate(run.control)) == pytest.approx(0.65 * 400e6, rel=0.1)
+    assert int(lib.pio_control_rate(run.control, True)) == pytest.approx(0.65 * 400e6, rel=0.1)
     assert lib.pio_control_limit(run.control, True) < lib.pio_control_limit(run.control, False)
 
 
@@ -199,7 +217,7 @@ def test_limits_windows_and_rates_stay_in_their_bounds(sequence: list[Any], now:
     for size, wait, took, beside, blocked, polite in sequence:
         now += wait
         stamp = ffi.new("pio_stamp *")
-        lib.pio_control_started(control, now, size, size + beside, 0, now - took, polite, stamp)
+        lib.pio_control_started(control, now, size, size + beside, 0, now - took, polite, polite, stamp)
         now += took
         lib.pio_control_completed(control, now, stamp, blocked, polite)
         assert LEAST_WINDOW <= control.window <= MIB
@@ -212,7 +230,8 @@ def test_limits_windows_and_rates_stay_in_their_bounds(sequence: list[Any], now:
         for asked in (True, False):
             assert 0 < lib.pio_control_limit(control, asked) <= 128 * MIB
             assert LEAST_WINDOW <= lib.pio_control_window(control, asked) <= MIB
-        assert lib.pio_control_polite_rate(control) >= 0
+        assert lib.pio_control_rate(control, True) >= 0
+        assert lib.pio_control_rate(control, False) >= 0
         assert control.delivered > 0
 
 
