@@ -43,7 +43,7 @@
  * Drain. In a standing queue of our own making no window's delay is the base. So every ten seconds, and to begin with, a few
  * small windows are sent one by one: that is the probe downwards. Small ones, because the time that a large one takes to be
  * transferred is not known from the rate: a device with a burst allowance lets one through much faster than many. Where no
- * round was valid for a minute, since polite writers leave room unused, rounds with the full limit follow, until one changes
+ * round was valid for a minute, since polite writers leave room unused, rounds follow in which they do not, until one changes
  * nothing.
  *
  * Window. Many devices serve only so many requests at once, so that larger ones are faster; and to whoever comes next, few
@@ -55,7 +55,8 @@
  * longer than the base (kept for minutes, or a neighbour that stays would become the base) and pressure that is not our
  * own (PSI) lower its share by a quarter each time, or by half where they take much longer; without either it recovers
  * within two seconds. It never goes below a sixteenth of the rate. While the limit is being learned, a polite writer adds half
- * of what is known to fit in, each round, instead of doubling it: nobody's first second has to suffer a queue of ours.
+ * of what is known to fit in, each round, instead of doubling it, and keeps to that in the rounds of a probe: nobody's first
+ * second has to suffer a queue of ours.
  *
  * Stop and go. Some devices let through what they allow for a while as fast as it comes, and then nothing until that while is
  * over: a control group's io.max, in slices of a tenth of a second. What is in flight there does not matter; whoever is faster
@@ -152,7 +153,7 @@ void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64
 	s->delivered = c->delivered;
 	s->alone = in_flight - dirty <= bytes;
 	/* Room for another window, and nobody has taken it: the producer is the slower side. */
-	polite = polite && c->phase == PIO_STARTING;
+	polite = polite && c->phase != PIO_STEADY;
 	s->demanded = in_flight + pio_control_window(c, polite) > (polite ? pio_control_limit(c, polite) : c->limit);
 	s->wanted = s->demanded || held_back;
 	s->gap = now - c->seen_at;
@@ -372,9 +373,10 @@ void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t 
 /* The most bytes that may be in flight on the device. */
 int64_t pio_control_limit(const pio_control *c, int polite) {
 	if (c->phase == PIO_DRAINING) return 1; /* window */
-	if (!polite || c->phase == PIO_PROBING) return c->limit;
+	if (!polite) return c->limit;
 	/* It starts with what the pipe holds as far as is known, and half as much again to see whether it holds more. */
 	if (c->phase == PIO_STARTING) return least(most(content(c->rate, c->base) * 3 / 2 + c->window, FIRST_LIMIT), c->limit);
+	if (c->phase == PIO_PROBING) return least(content(c->rate, c->base) * 9 / 8 + 2 * c->window, c->limit);
 	int64_t product = content(c->rate, c->base) + c->window;
 	/* A window is being filled; but with room for it the rate alone would hold windows back, no wait would ever block, and
 	 * nobody would know how long they took. */

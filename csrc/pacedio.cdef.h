@@ -148,7 +148,7 @@ typedef struct pio_stamp {
 enum {
 	PIO_DRAINING, /* one small window at a time, to see the delay without a queue */
 	PIO_STARTING, /* the limit doubles until the device is found to be busy */
-	PIO_PROBING,  /* polite writers as well use all of the limit, to see the rate */
+	PIO_PROBING,  /* polite writers as well use what the device holds, to see the rate */
 	PIO_STEADY
 };
 
