@@ -344,7 +344,9 @@ again:;
 	int64_t in_flight = d->total + others;
 	pio_member *first = first_waiting(d, now);
 	int is_first = !first || first == m || precedes(m, first, now);
-	int fits = in_flight == 0 || in_flight + need <= limit_of(d, m, last);
+	int64_t limit = limit_of(d, m, last);
+	if (others > 0 && !last) limit += least(pio_control_handover(control_of(d)), 2 * MOST_WINDOW);
+	int fits = in_flight == 0 || in_flight + need <= limit;
 	int turn = is_first && since >= m->since;
 
 	if (fits && turn) {
