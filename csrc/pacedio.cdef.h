@@ -296,6 +296,8 @@ void pio_writer_free(pio_writer *w);
 int64_t pio_write(pio_writer *w, const void *buf, size_t n);
 int pio_truncate(pio_writer *w, int64_t size);
 int pio_sync(pio_writer *w);
+int pio_start_rest(pio_writer *w);
+int pio_wait_rest(pio_writer *w);
 int pio_writer_close(pio_writer *w);
 void pio_release(pio_writer *w);
 void pio_expect(pio_writer *w, int64_t end);

@@ -512,6 +512,33 @@ int pio_sync(pio_writer *w) {
 	return rc;
 }
 
+static int start_rest(pio_writer *w, pio_stats *stalled) {
+	pio_range r;
+	int action, rc = 0;
+	if (!decided(w) || !paces(w)) return 0;
+	while (rc == 0 && (action = pio_window_start_rest(&w->plan, &r)) != PIO_DONE) rc = carry_out(w, action, r, stalled);
+	return rc;
+}
+
+/* For a file that is complete and is to be synced later, with others: starts what is left, its unfinished last page as well. */
+int pio_start_rest(pio_writer *w) {
+	begin_call(w);
+	int rc = refusal(w);
+	if (rc == 0 && !decided(w) && w->last.len > 0 && (rc = choose(w)) < 0) rc = fail(w, rc, 1);
+	if (rc == 0) rc = start_rest(w, NULL);
+	finish_call(w);
+	return rc;
+}
+
+/* Then waits for it, so that nothing of the file is in flight. Where only a sync of the data would do that, does nothing. */
+int pio_wait_rest(pio_writer *w) {
+	begin_call(w);
+	int rc = refusal(w);
+	if (rc == 0 && decided(w) && paces(w) && w->engine.kind != PIO_DATASYNC) rc = finish(w);
+	finish_call(w);
+	return rc;
+}
+
 /* Gives back what is allocated ahead. To be called after the last write, before the sync that is to cover it, and before
  * the file's times are set. */
 void pio_release(pio_writer *w) {
@@ -532,14 +559,9 @@ void pio_expect(pio_writer *w, int64_t size) {
  * one. Returns the error that the writer failed with, if any.
  */
 int pio_writer_close(pio_writer *w) {
-	pio_range r;
-	int action;
-
 	begin_call(w);
 	int rc = refusal(w);
-	if (decided(w) && paces(w))
-		while (rc == 0 && (action = pio_window_start_rest(&w->plan, &r)) != PIO_DONE)
-			rc = carry_out(w, action, r, &w->stats);
+	if (rc == 0) rc = start_rest(w, &w->stats);
 	if (!w->closed) pio_prealloc_release(&w->ahead);
 	w->closed = 1;
 	pio_engine_close(&w->engine);

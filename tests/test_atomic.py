@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import descriptors
 from test_process import in_child
 
 import pacedio
@@ -40,10 +41,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_descriptor_stays_open() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(descriptors())
     yield
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(descriptors()) == before
 
 
 @pytest.fixture

@@ -353,22 +353,32 @@ def _sync_entry(fd: int) -> None:
 
     A file without a name (deleted, O_TMPFILE, a pipe) has no entry to sync.
     """
+    directory = _directory_of(fd)
+    if directory is None:
+        return
+    try:
+        _sync_directory_at(directory)
+    except PermissionError:
+        # A directory that may be written and not read. Journalling file systems commit a file's entry with the file.
+        os.fsync(fd)
+
+
+def _directory_of(fd: int) -> str | None:
+    """The directory that holds the file now."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
         named, opened = os.lstat(path), os.fstat(fd)
     except OSError:
-        return
+        return None
     if not stat.S_ISREG(opened.st_mode) or (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
-        return
-    directory = os.path.dirname(path)
+        return None
+    return os.path.dirname(path)
+
+
+def _sync_directory_at(path: str) -> None:
+    directory_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:
-        # A directory that may be written and not read. Journalling file systems commit a file's entry with the file.
-        os.fsync(fd)
-        return
-    try:
-        _sync_directory(directory_fd, directory)
+        _sync_directory(directory_fd, path)
     finally:
         os.close(directory_fd)
 

@@ -379,10 +379,15 @@ class _PacedFile(io.FileIO):
         return size
 
     def sync(self) -> None:
-        code = lib.pio_sync(self.paced())
-        while code == _EINTR:
-            code = lib.pio_sync(self.paced())
-        self.check(code)
+        self.check(_uninterrupted(lib.pio_sync, self.paced()))
+
+    def start_rest(self) -> None:
+        if self.native_writer is not None:
+            self.check(_uninterrupted(lib.pio_start_rest, self.native_writer))
+
+    def wait_rest(self) -> None:
+        if self.native_writer is not None:
+            self.check(_uninterrupted(lib.pio_wait_rest, self.native_writer))
 
     def release(self) -> None:
         """Give back what is allocated ahead: nothing more will be written."""
@@ -467,6 +472,13 @@ class _PacedFile(io.FileIO):
             verified_dirty_pages=None if raw.verified_dirty_pages < 0 else raw.verified_dirty_pages,
             error=self.error() if raw.error else self._error,
         )
+
+
+def _uninterrupted(call: Any, writer: Any) -> int:
+    """Python runs the handlers of signals between two attempts."""
+    while (code := call(writer)) == _EINTR:
+        pass
+    return code  # type: ignore[no-any-return]
 
 
 class PacedWriter(_Buffered):
@@ -670,6 +682,25 @@ class PacedWriter(_Buffered):
         self._failed = True
         for name in self._taken:
             self.__dict__.pop(name, None)
+
+    # What `Batch` does in place of `close`, with many files.
+
+    def _complete(self) -> None:
+        """Nothing more will be written: what remains to be done to the file changes none of its times."""
+        self.flush()
+        self._raw.release()
+
+    def _start_rest(self) -> None:
+        self._complete()
+        self._raw.start_rest()
+
+    def _sync_contents(self) -> None:
+        self.flush()
+        self._raw.sync()
+
+    def _close_synced(self) -> None:
+        self._sync = False
+        self.close()
 
     def _native_writer(self) -> Any:
         """The C writer, with nothing left in the user-space buffer, for those who write through it directly."""

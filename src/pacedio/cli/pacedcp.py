@@ -493,7 +493,7 @@ class _Copier:
             self._output.note(stats_line(target.name, size, seconds, writer.stats))
 
     def _write_contents(self, descriptor: int, source: str, writer: PacedWriter, target: _Target) -> int:
-        from pacedio.copying import copy_contents
+        from pacedio._contents import copy_contents
         from pacedio.exceptions import SourceError
 
         self._name = target.name

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from machine import FileSystem, descriptors
 
-from pacedio import copying, files
+from pacedio import _contents, files
 from pacedio._native import ffi, lib
 from pacedio.copying import copy_contents
 from pacedio.exceptions import SourceError
@@ -137,7 +137,7 @@ def cold(source: Path) -> Path:
 
 @pytest.fixture(params=[0, 1, 4])
 def readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(copying, "_READERS", request.param)
+    monkeypatch.setattr(_contents, "_READERS", request.param)
     return int(request.param)
 
 
@@ -175,7 +175,7 @@ def test_same_bytes(source: Path, target: Path, around: int, more: int) -> None:
 def test_any_layout_of_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: list[tuple[bool, int]], readers: int, cached: bool
 ) -> None:
-    monkeypatch.setattr(copying, "_READERS", readers)
+    monkeypatch.setattr(_contents, "_READERS", readers)
     source, target = tmp_path / "source", tmp_path / "target"
     source.unlink(missing_ok=True)
     size = 0
@@ -413,7 +413,7 @@ def test_a_sparse_source_that_shrinks(tmp_path: Path, target: Path) -> None:
 
 
 def test_a_source_that_grows_is_followed(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_READERS", 0)  # or the whole would have been read before it grows
+    monkeypatch.setattr(_contents, "_READERS", 0)  # or the whole would have been read before it grows
     size = source.stat().st_size
     left = [100, 1000, 10_000]
 
