@@ -19,7 +19,7 @@
  *    is idle, stopped or dead, its bytes do not count any more after the time that the device may have taken for them.
  *
  * A writer's windows are touched only with its lock held, which a writer gives up while it sleeps or works for another. Locks
- * of others are only tried: whoever holds one is awake, and makes progress by itself. Order: a writer's lock, then the
+ * of others are only tried: whoever holds one is awake, and tells when it lets go. Order: a writer's lock, then the
  * device's; the registry's, then the device's.
  *
  * A polite writer is behind all others in line. It may have in flight, together with all others, what the controller gives
@@ -65,6 +65,7 @@ struct pio_device {
 	pio_share share;
 	pio_member *members;
 	int waiting; /* members asleep */
+	int stuck;   /* the first in line is asleep since all that it could have waited for was in somebody's hands */
 	int64_t total;
 	int64_t stalled; /* blocked in waits so far, ns */
 	int64_t pressure_at, pressure, pressure_stalled;
@@ -273,6 +274,7 @@ static void tell(pio_device *d, int64_t now) {
 	int64_t since;
 	int who;
 	pio_member *first = first_waiting(d, now);
+	put(d->stuck, 0);
 	if (first) wake(first->sleeps_on);
 	of_others(d, now, &since, &who);
 	if (who >= 0) wake(&d->share.shared->slots[who].word);
@@ -369,6 +371,7 @@ again:;
 			m->sleeps_on = is_first ? &own_slot(d)->word : &m->word;
 			m->seen = __atomic_load_n(m->sleeps_on, __ATOMIC_ACQUIRE);
 			if (is_first && !last) put(own_slot(d)->waiting_since, m->since);
+			if (is_first && !fits) put(d->stuck, 1);
 		}
 		publish(d, now);
 	}
@@ -410,6 +413,16 @@ void pio_device_settle(pio_member *m, int64_t in_flight, int64_t dirty, int64_t 
 	d->total += in_flight + m->ahead - before;
 	publish(d, now);
 	if (in_flight + m->ahead < before) tell(d, now);
+	pthread_mutex_unlock(&d->lock);
+}
+
+/* The writer's windows are in nobody's hands any more. */
+void pio_device_let_go(const pio_member *m) {
+	pio_device *d = device_of(m);
+	if (!d || !get(d->stuck)) return;
+	pthread_mutex_lock(&d->lock);
+	int64_t now = SYS.now();
+	if (first_waiting(d, now) != m) tell(d, now);
 	pthread_mutex_unlock(&d->lock);
 }
 

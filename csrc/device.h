@@ -45,6 +45,7 @@ void pio_device_exit(const pio_member *m);
 int pio_device_granted(pio_member *m, int64_t bytes);
 int pio_device_ask(pio_member *m, int64_t need, int idle, pio_member **whom);
 int pio_device_sleep(pio_member *m);
+void pio_device_let_go(const pio_member *m);
 void pio_device_give_back(pio_member *m);
 void pio_device_settle(pio_member *m, int64_t in_flight, int64_t dirty, int64_t oldest);
 void pio_device_started(pio_member *m, int64_t now, int64_t bytes, pio_stamp *s);

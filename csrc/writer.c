@@ -315,11 +315,13 @@ static int admit(pio_writer *w, int64_t off, int64_t n, int64_t room) {
 			continue;
 		}
 		pthread_mutex_unlock(&w->lock);
+		pio_device_let_go(&w->member);
 		int rc = AGAIN;
 		if (answer == PIO_RELIEVE) {
 			pio_writer *other = writer_of(whom);
 			relieve(other, &w->stats);
 			pthread_mutex_unlock(&other->lock);
+			pio_device_let_go(&w->member);
 		} else if (pio_device_sleep(&w->member) < 0) {
 			rc = -EINTR;
 		}
@@ -345,6 +347,7 @@ static int keep_rate(pio_writer *w, int64_t n) {
 	if (delay <= 0) return 0;
 	pio_device_give_back(&w->member);
 	pthread_mutex_unlock(&w->lock);
+	pio_device_let_go(&w->member);
 	int rc = SYS.sleep(delay);
 	pthread_mutex_lock(&w->lock);
 	return rc < 0 ? rc : refusal(w);
@@ -439,6 +442,7 @@ static void finish_call(pio_writer *w) {
 	stop_following(w);
 	if (w->closed && w->follows) leave(w);
 	pthread_mutex_unlock(&w->lock);
+	pio_device_let_go(&w->member);
 	pthread_mutex_unlock(&w->call);
 }
 

@@ -4,7 +4,9 @@ disk that fails for one of them, a forked child. Nothing here depends on how lon
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -189,6 +191,43 @@ def replaced(name: str, function: Callable[..., int]) -> Iterator[None]:
 def write(file_system: FileSystem, size: int = 2 * MIB, share: str = "process") -> None:
     with pacedio.open(file_system.directory / "other", "wb", sync=False, pacing=Pacing(share=share)) as f:
         f.write(bytes(size))
+
+
+@pytest.mark.parametrize("window", [64 * KIB, 256 * KIB])
+def test_nobody_sleeps_while_there_is_something_to_wait_for(
+    mounts: Any, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """Whoever is first in line finds nothing to wait for while others hold it, and is to hear when they let go."""
+    real = lib.pio_sys_table.futex_wait
+    results: collections.Counter[int] = collections.Counter()
+
+    def futex_wait(word: Any, value: int, ns: int) -> int:
+        result = int(real(word, value, ns))
+        results[result] += 1
+        return result
+
+    monkeypatch.setattr("pacedio.writer.limit_cap", lambda: 512 * KIB)
+    pacing = Pacing(window=window, share="process")
+    data = bytes(MIB)
+
+    def work(path: Path) -> None:
+        with pacedio.open(path, "wb", 0, pacing=pacing, sync=False) as f:
+            for _ in range(16):
+                f.write(data)
+
+    try:
+        with mounts.directory("btrfs") as made, replaced("futex_wait", futex_wait):
+            threads = [threading.Thread(target=work, args=(made.directory / str(i),)) for i in range(16)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        lib.pio_set_cap(0)
+    windows = 16 * 16 * MIB // window
+    assert results[-errno.ETIMEDOUT] < windows / 20
+    # Nor does anybody wake for nothing: a change of the word before its sleep is a wake.
+    assert sum(results.values()) < 4 * windows
 
 
 @pytest.mark.usefixtures("one_window")
