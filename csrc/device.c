@@ -421,8 +421,11 @@ void pio_device_let_go(const pio_member *m) {
 	pio_device *d = device_of(m);
 	if (!d || !get(d->stuck)) return;
 	pthread_mutex_lock(&d->lock);
-	int64_t now = SYS.now();
-	if (first_waiting(d, now) != m) tell(d, now);
+	const pio_member *first = first_waiting(d, SYS.now());
+	if (first != m) {
+		put(d->stuck, 0);
+		if (first) wake(first->sleeps_on);
+	}
 	pthread_mutex_unlock(&d->lock);
 }
 
