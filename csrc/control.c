@@ -86,7 +86,6 @@
 
 #define FAST ((int64_t)1000 * 1000 * 1000) /* bytes a second, from where on the processor's time for a window counts */
 #define WAKE (MS / 10) /* until a waiter has the processor, now and then */
-#define HANDOVER (6 * WAKE)
 #define MOST_SLACK MS /* or half the base, if that is more */
 #define MOST_HELD (10 * MS)
 #define WINDOW_TIME (MS * 15 / 100)
@@ -383,9 +382,6 @@ int64_t pio_control_limit(const pio_control *c, int polite) {
 	 * nobody would know how long they took. */
 	return product / FULL_SHARE * c->share + pio_control_window(c, polite) / 2;
 }
-
-/* What more may be in flight where several processes write: room goes from one to the next by way of a wake of each. */
-int64_t pio_control_handover(const pio_control *c) { return c->phase == PIO_DRAINING ? 0 : content(c->rate, HANDOVER); }
 
 /* How much is to be started at once. */
 int64_t pio_control_window(const pio_control *c, int polite) {

@@ -68,6 +68,7 @@ struct pio_device {
 	int stuck;   /* the first in line is asleep since all that it could have waited for was in somebody's hands */
 	int64_t total;
 	int64_t stalled; /* blocked in waits so far, ns */
+	int64_t missed;  /* bytes that completed while another process had the controller */
 	int64_t pressure_at, pressure, pressure_stalled;
 };
 
@@ -346,9 +347,7 @@ again:;
 	int64_t in_flight = d->total + others;
 	pio_member *first = first_waiting(d, now);
 	int is_first = !first || first == m || precedes(m, first, now);
-	int64_t limit = limit_of(d, m, last);
-	if (others > 0 && !last) limit += least(pio_control_handover(control_of(d)), 2 * MOST_WINDOW);
-	int fits = in_flight == 0 || in_flight + need <= limit;
+	int fits = in_flight == 0 || in_flight + need <= limit_of(d, m, last);
 	int turn = is_first && since >= m->since;
 
 	if (fits && turn) {
@@ -489,6 +488,8 @@ void pio_device_started(pio_member *m, int64_t now, int64_t bytes, pio_stamp *s)
 	for (const pio_member *other = d->members; other; other = other->next) dirty += other->dirty + other->ahead;
 	pio_control_started(control_of(d), now, bytes, d->total + of_others(d, now, &since, &who), dirty, m->granted_at, m->polite,
 			    m->held_back, s);
+	/* Room is left only until one of these is awake. */
+	if (d->waiting > 0 || who >= 0) s->demanded = s->wanted = 1;
 	m->held_back = 0;
 	pthread_mutex_unlock(&d->lock);
 }
@@ -533,8 +534,12 @@ void pio_device_completed(pio_member *m, int64_t now, const pio_stamp *s, int64_
 	if (!d) return;
 	pthread_mutex_lock(&d->lock);
 	d->stalled += blocked;
+	d->missed += s->bytes;
 	if (pio_share_lock_control(&d->share)) {
-		pio_control_completed(&d->share.shared->control, now, s, blocked > 0, m->polite);
+		pio_control *c = &d->share.shared->control;
+		c->delivered += d->missed - s->bytes;
+		d->missed = 0;
+		pio_control_completed(c, now, s, blocked > 0, m->polite);
 		if (m->polite) look_at_pressure(d, now);
 		pio_share_unlock_control(&d->share);
 	}

@@ -192,7 +192,6 @@ void pio_control_started(const pio_control *c, int64_t now, int64_t bytes, int64
 void pio_control_completed(pio_control *c, int64_t now, const pio_stamp *s, int blocked, int polite);
 void pio_control_pressure(pio_control *c, int64_t stalled, int64_t own, int64_t interval);
 int64_t pio_control_limit(const pio_control *c, int polite);
-int64_t pio_control_handover(const pio_control *c);
 int64_t pio_control_window(const pio_control *c, int polite);
 int64_t pio_control_rate(const pio_control *c, int polite);
 

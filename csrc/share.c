@@ -11,7 +11,7 @@
  *    kernel releases it when the process ends, however it ends, and whoever looks for a slot takes it over. A waiting process
  *    asks the kernel the same way whether one that is in its way still lives.
  *  - The controller is updated under the lock on another byte, which is only ever tried: a sample that finds it taken is
- *    dropped. `updating` tells whether the last holder came to its end; if not, the controller begins anew.
+ *    dropped, but for its bytes. `updating` tells whether the last holder came to its end; if not, the controller begins anew.
  *
  * The file lies in /dev/shm, in a directory of the user's own that nobody else may write, since who can write it could hold up
  * everyone. So processes of one user share, within one container if /dev/shm is the container's own. Where there is no such
