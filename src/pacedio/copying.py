@@ -223,12 +223,13 @@ def copytree(
         else:
             copy_function(source, target)
 
-    return _copytree(src, dst, symlinks, ignore, copy_one, ignore_dangling_symlinks, dirs_exist_ok, sync=sync)
+    _copytree(src, dst, symlinks, ignore, copy_one, ignore_dangling_symlinks, dirs_exist_ok, sync=sync)
+    return dst
 
 
 def _copytree(
     src: Path,
-    dst: _P,
+    dst: Path,
     symlinks: bool,
     ignore: Callable[[str, list[str]], Iterable[str]] | None,
     copy_one: Callable[[str, str, Batch], object],
@@ -236,7 +237,7 @@ def _copytree(
     dirs_exist_ok: bool,
     *,
     sync: bool,
-) -> _P:
+) -> None:
     errors: list[tuple[str, str, str]] = []
     top = os.fspath(src)
 
@@ -263,7 +264,6 @@ def _copytree(
     batch.commit()
     if errors:
         raise Error(errors)
-    return dst
 
 
 def move(
