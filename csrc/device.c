@@ -381,6 +381,7 @@ again:;
 /* Sleeps until there may be room, as pio_device_ask advised. -EINTR: it was long enough for signal handlers to be run. */
 int pio_device_sleep(pio_member *m) {
 	pio_device *d = device_of(m);
+	if (!d) return 0;
 	uint32_t *own = &own_slot(d)->word;
 	int64_t nap = m->sleeps_on != own ? SLEEP_NS : m->polite ? POLITE_NAP_NS : NAP_NS;
 	int rc = SYS.futex_wait(m->sleeps_on, m->seen, nap);

@@ -263,7 +263,7 @@ static int64_t offset(pio_writer *w) {
 }
 
 static int64_t make_room(pio_writer *w, int64_t off) {
-	int64_t room;
+	int64_t room = 0;
 	pio_range r;
 	while (paces(w) && (room = pio_window_room(&w->plan, off)) == 0) {
 		int action = pio_window_make_room(&w->plan, off, &r);
