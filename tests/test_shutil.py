@@ -425,7 +425,7 @@ def test_rmtree_frees_big_files_in_steps(big: Path, tmp_path: Path) -> None:
 
 def test_rmtree_fails_as_shutils_does(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("tree")
-    with pytest.raises(OSError, match="Cannot call rmtree on a symbolic link"):
+    with pytest.raises(OSError):  # noqa: PT011  # Python 3.13 garbles the message
         copying.rmtree(tmp_path / "link")
     with pytest.raises(FileNotFoundError):
         copying.rmtree(tmp_path / "none")
